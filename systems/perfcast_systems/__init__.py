@@ -1,0 +1,1 @@
+"""perfcast_systems"""
