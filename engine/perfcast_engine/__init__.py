@@ -1,1 +1,1 @@
-"""perfcast_engine"""
+"""The physics of LLM serving steps and the search over configurations, as a plain numpy library."""

@@ -1,0 +1,214 @@
+"""What operators take and give: arrays of points in, latencies with their origin and their misses out.
+
+A miss is per point: one query may be answered from measurements for some points and not for others. Evaluation
+therefore never raises half-way through an array; ``Answer.misses`` says which points have no value and why, and the
+caller decides (``or_else`` for HYBRID and fallback groups, ``raise_first`` at the edge).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perfcast_engine.errors import EngineError
+
+F64 = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+
+class Source(IntEnum):
+    """Where a latency comes from, as the reference tags it."""
+
+    SILICON = 0
+    EMPIRICAL = 1
+    SOL = 2
+    ESTIMATED = 3
+    MIXED = 4
+
+
+class Tier(IntEnum):
+    """How far the empirical model had to borrow; the worst of all operators is reported."""
+
+    SILICON = 0
+    EMPIRICAL = 1
+    XSHAPE = 2
+    XQUANT = 3
+    XPROFILE = 4
+    XOP = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """Coordinates of N operator queries (spec/06 1.1), every field an array of shape (N,).
+
+    batch: requests; s: new tokens per request (context) or KV length (generation); prefix: cached tokens per
+    request; x: tokens of the pass; imbalance: factor on the attention kinds of the phase at hand.
+    """
+
+    batch: F64
+    s: F64
+    prefix: F64
+    x: F64
+    imbalance: F64
+
+    @classmethod
+    def of(cls, batch: Any, s: Any, prefix: Any = 0, x: Any = None, imbalance: Any = 1.0) -> Points:
+        """Broadcast scalars and arrays to one shape (N,). ``x`` defaults to batch * s."""
+        if x is None:
+            x = np.multiply(batch, s, dtype=np.float64)
+        fields = np.broadcast_arrays(
+            *(np.atleast_1d(np.asarray(v, np.float64)) for v in (batch, s, prefix, x, imbalance))
+        )
+        return cls(*fields)
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def take(self, which: Mask | NDArray[np.intp]) -> Points:
+        return Points(self.batch[which], self.s[which], self.prefix[which], self.x[which], self.imbalance[which])
+
+    def with_(self, **fields: F64) -> Points:
+        return replace(self, **fields)
+
+
+Miss = tuple[Mask, EngineError]
+
+
+@dataclass(slots=True)
+class Answer:
+    """Latencies (ms) and energies (W ms) of N points with their origin.
+
+    ms, energy: float64 (N,), NaN where missing; source: Source codes (N,) uint8; tier: Tier codes (N,) uint8;
+    misses: (mask over the N points, error) pairs, empty when every point has a value.
+    """
+
+    ms: F64
+    source: NDArray[np.uint8]
+    tier: NDArray[np.uint8]
+    energy: F64
+    misses: list[Miss] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        ms: F64,
+        source: Source,
+        tier: Tier = Tier.SILICON,
+        energy: F64 | None = None,
+        miss: EngineError | Callable[[Mask], EngineError] | None = None,
+    ) -> Answer:
+        """An answer with one tag. Where ``ms`` is NaN points miss with ``miss`` (or what it builds from the mask)."""
+        n = len(ms)
+        answer = cls(
+            ms,
+            np.full(n, source, np.uint8),
+            np.full(n, tier, np.uint8),
+            np.zeros(n) if energy is None else energy,
+        )
+        gone = np.isnan(ms)
+        if gone.any():
+            assert miss is not None, "an operator left a point without a value and without a reason"
+            answer.misses.append((gone, miss if isinstance(miss, EngineError) else miss(gone)))
+        return answer
+
+    @classmethod
+    def zero(cls, n: int, source: Source = Source.SILICON) -> Answer:
+        return cls.of(np.zeros(n), source)
+
+    def __len__(self) -> int:
+        return len(self.ms)
+
+    def __add__(self, other: Answer) -> Answer:
+        """Sum of two operators. A side with no latency and no energy is neutral; unequal tags become MIXED."""
+        own = (self.ms != 0) | (self.energy != 0)
+        others = (other.ms != 0) | (other.energy != 0)
+        source = np.where(
+            own & others & (self.source != other.source),
+            np.uint8(Source.MIXED),
+            np.where(own, self.source, np.where(others, other.source, self.source)),
+        )
+        return Answer(
+            self.ms + other.ms,
+            source,
+            np.maximum(self.tier, other.tier),
+            self.energy + other.energy,
+            self.misses + other.misses,
+        )
+
+    def scaled(self, factor: float | F64) -> Answer:
+        return replace(self, ms=self.ms * factor, energy=self.energy * factor)
+
+    def clamped(self) -> Answer:
+        """No negative latency or energy (NaN stays NaN)."""
+        return replace(self, ms=np.maximum(self.ms, 0.0), energy=np.maximum(self.energy, 0.0))
+
+    def tagged(self, source: Source) -> Answer:
+        return replace(self, source=np.full(len(self), source, np.uint8))
+
+    def missing(self) -> Mask:
+        gone = np.zeros(len(self), np.bool_)
+        for mask, _ in self.misses:
+            gone |= mask
+        return gone
+
+    def first_error(self) -> EngineError | None:
+        """The error of the first point that misses (of the first operator, where several miss it)."""
+        if not self.misses:
+            return None
+        first = min(self.misses, key=lambda miss: int(np.argmax(miss[0])))
+        return first[1]
+
+    def raise_first(self) -> Answer:
+        error = self.first_error()
+        if error is not None:
+            raise error
+        return self
+
+
+def total(answers: Iterable[Answer], n: int) -> Answer:
+    """Left-to-right sum of operators over N points; zero tagged SILICON when there is none."""
+    out: Answer | None = None
+    for answer in answers:
+        out = answer if out is None else out + answer
+    return out if out is not None else Answer.zero(n)
+
+
+def or_else(
+    primary: Callable[[Points], Answer],
+    secondary: Callable[[Points], Answer],
+    at: Points,
+    catch: type[EngineError] | tuple[type[EngineError], ...],
+) -> Answer:
+    """``primary`` where it answers, ``secondary`` for the points that miss with ``catch`` (raised or per point).
+
+    Other errors stay: raised ones propagate, per-point ones remain in ``misses``.
+    """
+    try:
+        first = primary(at)
+    except catch:
+        return secondary(at)
+    redo = np.zeros(len(at), np.bool_)
+    for mask, error in first.misses:
+        if isinstance(error, catch):
+            redo |= mask
+    if not redo.any():
+        return first
+    second = secondary(at.take(redo))
+    kept = [(mask & ~redo, error) for mask, error in first.misses if (mask & ~redo).any()]
+    where = np.flatnonzero(redo)
+    for mask, error in second.misses:
+        spread = np.zeros(len(at), np.bool_)
+        spread[where[mask]] = True
+        kept.append((spread, error))
+    merged = replace(
+        first, ms=first.ms.copy(), source=first.source.copy(), tier=first.tier.copy(), energy=first.energy.copy()
+    )
+    merged.ms[where], merged.source[where] = second.ms, second.source
+    merged.tier[where], merged.energy[where] = second.tier, second.energy
+    merged.misses = kept
+    return merged

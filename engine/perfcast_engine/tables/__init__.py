@@ -1,0 +1,1 @@
+"""Measured tables: which rows a database sees, as sorted columns, and the database an operator queries."""

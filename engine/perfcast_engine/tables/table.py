@@ -1,0 +1,84 @@
+"""One measured table: columns sorted by key, sliced by the leading key columns into grids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perfcast_engine.answer import F64
+from perfcast_engine.interp.grid import Grid
+
+Key = str | int
+Column = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of one table as int64 key columns, lexicographically sorted in key order, with a float64 latency each.
+
+    A column of names (quantisation, kernel, distribution ...) holds codes into ``vocab[column]``, a list in order of
+    first appearance in the row stream, so that ascending codes ARE first-appearance order. Numbers are themselves.
+    ``power`` (W) is None where no row has any. ``own`` tells the rows of the requested version's own file.
+    """
+
+    name: str
+    key: tuple[str, ...]
+    columns: tuple[Column, ...]
+    vocab: Mapping[str, Sequence[str]]
+    ms: F64
+    power: F64 | None = None
+    own: NDArray[np.bool_] | None = None
+    _grids: dict[tuple[Key, ...], Grid | None] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.ms)
+
+    def code(self, column: str, value: Key) -> int | None:
+        """The number that stands for ``value`` in ``column``; None for a name the table does not hold."""
+        names = self.vocab.get(column)
+        if names is None:
+            return int(value)
+        return names.index(value) if value in names else None
+
+    def value(self, column: str, code: int) -> Key:
+        names = self.vocab.get(column)
+        return int(code) if names is None else names[int(code)]
+
+    def rows(self, *prefix: Key) -> slice | None:
+        """The contiguous rows whose leading key columns equal ``prefix``; None if there are none."""
+        lo, hi = 0, len(self.ms)
+        for column, values, value in zip(self.key, self.columns, prefix, strict=False):
+            code = self.code(column, value)
+            if code is None:
+                return None
+            part = values[lo:hi]
+            lo, hi = lo + int(np.searchsorted(part, code)), lo + int(np.searchsorted(part, code, "right"))
+            if lo == hi:
+                return None
+        return slice(lo, hi)
+
+    def children(self, *prefix: Key) -> list[Key]:
+        """Distinct values of the key column after ``prefix``: names in first-appearance order, numbers ascending."""
+        rows = self.rows(*prefix)
+        if rows is None:
+            return []
+        column = self.key[len(prefix)]
+        return [self.value(column, code) for code in np.unique(self.columns[len(prefix)][rows])]
+
+    def grid(self, *prefix: Key) -> Grid | None:
+        """The nested grid over the key columns that follow ``prefix`` (kept); None if no row has that prefix."""
+        if prefix not in self._grids:
+            rows = self.rows(*prefix)
+            self._grids[prefix] = (
+                None
+                if rows is None
+                else Grid.of(
+                    [column[rows] for column in self.columns[len(prefix) :]],
+                    self.ms[rows],
+                    None if self.power is None else self.power[rows],
+                )
+            )
+        return self._grids[prefix]
