@@ -17,7 +17,7 @@ def expert_weight_bytes(hidden: int, inter: int, experts: int, quant: str, gated
 
 @dataclass(frozen=True, kw_only=True)
 class Moe(Op):
-    """Expert FFN; ``inter`` is the unsharded intermediate size of one expert, ``distribution`` how tokens load experts."""
+    """Expert FFN; ``inter`` is one expert's unsharded width, ``distribution`` how tokens load the experts."""
 
     hidden: int
     inter: int
