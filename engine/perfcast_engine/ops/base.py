@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from perfcast_engine.answer import Answer, Points
+from perfcast_engine.errors import InvalidField
 from perfcast_engine.tables.database import Database
 
 
@@ -59,6 +60,14 @@ def evaluate_all(ops: Sequence[Op], db: Database, at: Points) -> dict[str, Answe
         answer = op.evaluate(db, at)
         folded[op.name] = folded[op.name] + answer if op.name in folded else answer
     return folded
+
+
+def require(op: Op, **least: float) -> None:
+    """InvalidField unless each named field is a finite number of at least that much; for ``__post_init__``."""
+    for name, bound in least.items():
+        value = getattr(op, name)
+        if not (isinstance(value, int | float) and bound <= value < np.inf):
+            raise InvalidField(f"{type(op).__name__}.{name}", f"must be a number of at least {bound:g}, not {value!r}")
 
 
 def split_tokens(x: np.ndarray, token_div: int, seq_split: int) -> np.ndarray:
