@@ -37,6 +37,7 @@ class Op(ABC):
 
     name: str
     scale: float = 1.0
+    role: Role = Role.OTHER
 
     reads: ClassVar[Reads] = Reads.TOKENS
 

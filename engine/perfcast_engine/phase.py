@@ -1,0 +1,103 @@
+"""One operator list of an engine, priced as passes: the token-only part by table, attention apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from perfcast_engine.answer import F64, Answer, Miss, Points, Source
+from perfcast_engine.errors import EngineError
+from perfcast_engine.ops.base import Op, Reads, Role
+from perfcast_engine.step_result import StepResult, combined
+from perfcast_engine.tables.database import Database
+from perfcast_engine.token_table import Column, TokenTable
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One operator list, sorted by what its operators read so that the token-only part is one table look-up.
+
+    ``logits_apart``: the logits operator has a token count of its own (prefill). ``split_by_role``: attention is what
+    plays Role.ATTENTION (the reference); otherwise it is every operator that reads the sequence.
+    """
+
+    ops: tuple[Op, ...]
+    db: Database
+    logits_apart: bool
+    split_by_role: bool
+
+    def _is_attention(self, op: Op) -> bool:
+        return op.role is Role.ATTENTION if self.split_by_role else op.reads is Reads.SEQUENCE
+
+    def _is_logits(self, op: Op) -> bool:
+        return self.logits_apart and op.role is Role.LOGITS
+
+    @cached_property
+    def attention(self) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if self._is_attention(op))
+
+    @cached_property
+    def others(self) -> tuple[Op, ...]:
+        """What neither collapses to the token table nor is attention."""
+        kept = {id(op) for op in (*self.attention, *self.tokens.ops, *self.logits.ops)}
+        return tuple(op for op in self.ops if id(op) not in kept)
+
+    @cached_property
+    def tokens(self) -> TokenTable:
+        ops = (op for op in self.ops if op.reads is Reads.TOKENS and not self._is_attention(op))
+        return TokenTable([op for op in ops if not self._is_logits(op)], self.db)
+
+    @cached_property
+    def logits(self) -> TokenTable:
+        return TokenTable([op for op in self.ops if self._is_logits(op)], self.db)
+
+    def price_shared(self, at: Points, logits_x: F64, operators: bool) -> StepResult:
+        """Everything but attention."""
+        if operators:
+            return self._listed([op for op in self.ops if not self._is_attention(op)], at, logits_x)
+        result = _looked_up(self.tokens, at.x)
+        if self.logits.ops:
+            result += _looked_up(self.logits, logits_x)
+        return result + _summed(self.others, self.db, at) if self.others else result
+
+    def price_attention(self, at: Points, operators: bool) -> StepResult:
+        return self._listed(self.attention, at, at.x) if operators else _summed(self.attention, self.db, at)
+
+    def price(self, at: Points, logits_x: F64, operators: bool) -> StepResult:
+        if operators:
+            return self._listed(self.ops, at, logits_x)
+        return self.price_shared(at, logits_x, False) + self.price_attention(at, False)
+
+    def _listed(self, ops: Iterable[Op], at: Points, logits_x: F64) -> StepResult:
+        parts = ((op, at.with_(x=logits_x) if self._is_logits(op) else at) for op in ops)
+        return combined([(op.name, _evaluate(op, self.db, where)) for op, where in parts], len(at), listed=True)
+
+
+def _evaluate(op: Op, db: Database, at: Points) -> Answer:
+    """An operator's answer; an error that it raises is a miss of every point."""
+    try:
+        return op.evaluate(db, at)
+    except EngineError as error:
+        return Answer.of(np.full(len(at), np.nan), Source.SILICON, miss=error)
+
+
+def _summed(ops: Sequence[Op], db: Database, at: Points) -> StepResult:
+    return combined([(op.name, _evaluate(op, db, at)) for op in ops], len(at), listed=False)
+
+
+def _looked_up(table: TokenTable, x: F64) -> StepResult:
+    try:
+        column: Column = table(x)
+    except EngineError as error:
+        n = len(x)
+        gone = np.ones(n, np.bool_)
+        return StepResult(np.full(n, np.nan), np.zeros((n, 5)), np.zeros(n, np.uint8), np.zeros(n), [(gone, error)])
+    misses: list[Miss] = []
+    gone = np.isnan(column.ms)
+    if gone.any():
+        for answer in table.answers(x):
+            misses += answer.misses
+    return StepResult(*column, misses)

@@ -1,0 +1,165 @@
+"""Steps of one engine: prefill, decode (one step and whole trajectories), mixed (spec/06 section 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from perfcast_engine.answer import F64, Points
+from perfcast_engine.errors import InvalidField
+from perfcast_engine.ops.base import Op
+from perfcast_engine.phase import Phase
+from perfcast_engine.step_result import StepResult, blanked, gathered
+from perfcast_engine.tables.database import Database
+
+MAX_COUNT = 2**32 - 1
+MAX_SAMPLES = 1_000_000  # of all trajectories in one call; bounds memory and time
+DEFAULT_STRIDE = 32
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The steps of one engine: operator lists of prefill and decode against one database.
+
+    ``nextn``: speculative draft depth; decode steps carry nextn + 1 query tokens per request.
+    ``split_by_role``: see Phase; True reproduces the reference's mixed steps.
+    """
+
+    context: tuple[Op, ...]
+    generation: tuple[Op, ...]
+    db: Database
+    nextn: int = 0
+    split_by_role: bool = True
+
+    @cached_property
+    def _context(self) -> Phase:
+        return Phase(self.context, self.db, logits_apart=True, split_by_role=self.split_by_role)
+
+    @cached_property
+    def _generation(self) -> Phase:
+        return Phase(self.generation, self.db, logits_apart=False, split_by_role=self.split_by_role)
+
+    def prefill(
+        self, batch: Any, isl: Any, prefix: Any = 0, imbalance: Any = 1.0, *, operators: bool = False
+    ) -> StepResult:
+        """One pass over ``batch`` prompts of ``isl`` tokens, ``prefix`` of them cached (spec/06 1.2)."""
+        batch, isl, prefix = _counts(batch=batch, isl=isl, prefix=prefix)
+        _require(prefix < isl, "prefix", "must be smaller than isl")
+        at = Points.of(batch, isl - prefix, prefix, None, imbalance)
+        return self._context.price(at, at.batch, operators)
+
+    def decode_step(
+        self, gen_requests: Any, isl: Any, osl: Any, imbalance: Any = 1.0, *, operators: bool = False
+    ) -> StepResult:
+        """One decode iteration of ``gen_requests`` requests at the middle of their trajectory (spec/06 1.4)."""
+        requests, isl, osl = _counts(gen_requests=gen_requests, isl=isl, osl=osl)
+        tokens = requests * (self.nextn + 1)
+        length = np.maximum(isl, 1) + np.maximum(osl, 1) // 2 + 1
+        result = self._generation.price(Points.of(tokens, length, 0, tokens, imbalance), tokens, operators)
+        return blanked(result, requests == 0)
+
+    def decode(
+        self,
+        batch: Any,
+        isl: Any,
+        osl: Any,
+        beam: Any = 1,
+        stride: int = DEFAULT_STRIDE,
+        imbalance: Any = 1.0,
+        *,
+        operators: bool = False,
+    ) -> StepResult:
+        """The whole decode of ``batch`` requests: every ``stride``-th of the osl - 1 steps, held over its stride
+        (spec/06 1.3). ms is the sum over the trajectory; divide by osl - 1 for the mean TPOT."""
+        batch, isl, osl, beam = _counts(batch=batch, isl=isl, osl=osl, beam=beam)
+        imbalance = np.broadcast_to(np.asarray(imbalance, np.float64), batch.shape)
+        stride = max(int(stride), 1)
+        steps = np.maximum(osl - 1, 0)
+        samples = np.ceil(steps / stride).astype(np.int64)
+        if samples.sum() > MAX_SAMPLES:
+            raise InvalidField("osl", f"needs more than {MAX_SAMPLES} samples; ask fewer points or a larger stride")
+        point = np.repeat(np.arange(len(batch)), samples)
+        offset = (np.arange(len(point)) - np.repeat(np.cumsum(samples) - samples, samples)) * float(stride)
+        held = np.minimum(stride, steps[point] - offset)
+        tokens = batch[point] * (self.nextn + 1)
+        at = Points.of(tokens, isl[point] + offset + 1, 0, tokens * beam[point], imbalance[point])
+        return gathered(self._generation.price(at, at.x, operators).scaled(held), point, len(batch))
+
+    def mixed(
+        self,
+        ctx_tokens: Any,
+        gen_requests: Any,
+        isl: Any,
+        osl: Any,
+        prefix: Any = 0,
+        imbalance: Any = 1.0,
+        gen_imbalance: Any = 1.0,
+        *,
+        operators: bool = False,
+    ) -> StepResult:
+        """One iteration that prefills ``ctx_tokens`` tokens of prompts and decodes ``gen_requests`` (spec/06 1.5)."""
+        shared, context, decode = self.mixed_parts(
+            ctx_tokens, gen_requests, isl, osl, prefix, imbalance, gen_imbalance, operators=operators
+        )
+        return shared + context + decode
+
+    def mixed_parts(
+        self,
+        ctx_tokens: Any,
+        gen_requests: Any,
+        isl: Any,
+        osl: Any,
+        prefix: Any = 0,
+        imbalance: Any = 1.0,
+        gen_imbalance: Any = 1.0,
+        *,
+        operators: bool = False,
+    ) -> tuple[StepResult, StepResult, StepResult]:
+        """The three passes of a mixed step: all but attention, context attention, decode attention."""
+        tokens, requests, isl, osl, prefix = _counts(
+            ctx_tokens=ctx_tokens, gen_requests=gen_requests, isl=isl, osl=osl, prefix=prefix
+        )
+        _require(isl > 0, "isl", "must be positive")
+        _require((prefix < isl) | (tokens == 0), "prefix", "must be smaller than isl")
+        decoded = requests * (self.nextn + 1)
+        cached = prefix * (tokens // isl)
+        flat = tokens + decoded - cached
+        busy = tokens + decoded > 0
+        _require((flat > 0) | ~busy, "prefix", "leaves no token to compute in this step")
+        one = np.ones_like(tokens)
+        flat = np.where(busy, flat, 1)
+        shared = self._context.price_shared(Points.of(one, flat, cached, flat, imbalance), one, operators)
+        prompts, chunks = np.ceil(tokens / isl), np.ceil(isl / np.maximum(tokens, 1))
+        fresh = np.where(tokens > 0, isl - prefix, 1)
+        at = Points.of(np.maximum(prompts, 1), fresh, np.where(tokens > 0, prefix, 0), None, imbalance)
+        context = blanked(self._context.price_attention(at, operators).scaled(1 / chunks), tokens == 0)
+        at = Points.of(np.maximum(decoded, 1), isl + osl // 2 + 1, 0, None, gen_imbalance)
+        at = at.with_(x=at.batch)
+        decode = blanked(self._generation.price_attention(at, operators), requests == 0)
+        return blanked(shared, ~busy), context, decode
+
+
+def _counts(**fields: Any) -> list[F64]:
+    """The fields broadcast to (N,) float64; InvalidField names one that is not a whole number in [0, 2^32)."""
+    arrays = []
+    for name, value in fields.items():
+        array = np.atleast_1d(np.asarray(value))
+        if array.dtype.kind not in "iuf" or array.ndim != 1:
+            raise InvalidField(name, "must be a number or a one-dimensional array of numbers", why="type")
+        array = array.astype(np.float64)
+        _require((array >= 0) & (array <= MAX_COUNT) & (array == np.floor(array)), name, "must be a whole number >= 0")
+        arrays.append(array)
+    try:
+        return list(np.broadcast_arrays(*arrays))
+    except ValueError:
+        lengths = ", ".join(f"{name} has {len(array)}" for name, array in zip(fields, arrays, strict=True))
+        raise InvalidField(next(iter(fields)), f"arrays differ in length: {lengths}", why="length") from None
+
+
+def _require(holds: Any, name: str, message: str) -> None:
+    bad = np.flatnonzero(~np.atleast_1d(holds))
+    if len(bad):
+        raise InvalidField(name, f"{message} (point {bad[0]})", why="range", point=str(bad[0]))

@@ -1,0 +1,140 @@
+"""What a step answers: latencies by source, per-operator answers, misses; and how passes combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from perfcast_engine.answer import F64, Answer, Miss, Source
+from perfcast_engine.errors import EngineError
+from perfcast_engine.token_table import sum_by_source
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Latencies of N steps. ms: (N,) NaN where data miss; by_source: (N, 5) ms per Source; tier: (N,);
+    energy: (N,) W ms; operators: per-operator answers, where asked for; misses: (mask, error) pairs."""
+
+    ms: F64
+    by_source: F64
+    tier: np.ndarray
+    energy: F64
+    misses: list[Miss] = field(default_factory=list)
+    operators: dict[str, Answer] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ms)
+
+    def __add__(self, other: StepResult) -> StepResult:
+        return StepResult(
+            self.ms + other.ms,
+            self.by_source + other.by_source,
+            np.maximum(self.tier, other.tier),
+            self.energy + other.energy,
+            self.misses + other.misses,
+            _merged(self.operators, other.operators),
+        )
+
+    def scaled(self, factor: F64) -> StepResult:
+        operators = self.operators and {name: answer.scaled(factor) for name, answer in self.operators.items()}
+        return replace(
+            self,
+            ms=self.ms * factor,
+            by_source=self.by_source * factor[:, None],
+            energy=self.energy * factor,
+            operators=operators,
+        )
+
+    def errors(self) -> dict[int, EngineError]:
+        """The first error of each point that has no latency, by point index."""
+        found: dict[int, EngineError] = {}
+        for mask, error in self.misses:
+            for index in np.flatnonzero(mask):
+                found.setdefault(int(index), error)
+        return found
+
+    def raise_first(self) -> StepResult:
+        errors = self.errors()
+        if errors:
+            raise errors[min(errors)]
+        return self
+
+
+def _merged(a: dict[str, Answer] | None, b: dict[str, Answer] | None) -> dict[str, Answer] | None:
+    if a is None or b is None:
+        return a if b is None else b
+    out = dict(a)
+    for name, answer in b.items():
+        out[name] = out[name] + answer if name in out else answer
+    return out
+
+
+def combined(answers: list[tuple[str, Answer]], n: int, listed: bool) -> StepResult:
+    folded: dict[str, Answer] = {}
+    ms, energy, tier = np.zeros(n), np.zeros(n), np.zeros(n, np.uint8)
+    misses: list[Miss] = []
+    for name, answer in answers:
+        ms = ms + answer.ms
+        energy = energy + answer.energy
+        tier = np.maximum(tier, answer.tier)
+        misses += answer.misses
+        if listed:
+            folded[name] = folded[name] + answer if name in folded else answer
+    by_source = sum_by_source([answer for _, answer in answers], n)
+    return StepResult(ms, by_source, tier, energy, misses, folded if listed else None)
+
+
+def blanked(result: StepResult, idle: Any) -> StepResult:
+    """Zero latency and no miss where there is nothing to do."""
+    idle = np.atleast_1d(idle)
+    if not idle.any():
+        return result
+    misses = [(mask & ~idle, error) for mask, error in result.misses if (mask & ~idle).any()]
+    operators = result.operators and {
+        name: replace(a, ms=np.where(idle, 0.0, a.ms), energy=np.where(idle, 0.0, a.energy))
+        for name, a in result.operators.items()
+    }
+    return StepResult(
+        np.where(idle, 0.0, result.ms),
+        np.where(idle[:, None], 0.0, result.by_source),
+        np.where(idle, np.uint8(0), result.tier),
+        np.where(idle, 0.0, result.energy),
+        misses,
+        operators,
+    )
+
+
+def gathered(samples: StepResult, point: np.ndarray, n: int) -> StepResult:
+    """Sums of trajectory samples back onto their points."""
+
+    def summed(values: F64) -> F64:
+        return np.bincount(point, values, n).astype(np.float64, copy=False)
+
+    tier = np.zeros(n, np.uint8)
+    np.maximum.at(tier, point, samples.tier)
+    misses: list[Miss] = []
+    for mask, error in samples.misses:
+        gone = np.zeros(n, np.bool_)
+        gone[point[mask]] = True
+        misses.append((gone, error))
+    operators = samples.operators and {name: _fold(answer, point, n) for name, answer in samples.operators.items()}
+    by_source = np.stack([summed(column) for column in samples.by_source.T], axis=1)
+    return StepResult(summed(samples.ms), by_source, tier, summed(samples.energy), misses, operators)
+
+
+def _fold(answer: Answer, point: np.ndarray, n: int) -> Answer:
+    """One operator's samples summed per point; tags that differ along a trajectory become MIXED."""
+    ms, energy = (np.bincount(point, a, n).astype(np.float64, copy=False) for a in (answer.ms, answer.energy))
+    live = (answer.ms != 0) | (answer.energy != 0) | np.isnan(answer.ms)
+    source = np.zeros(n, np.uint8)
+    source[point] = answer.source
+    low, high = np.full(n, 255, np.uint8), np.zeros(n, np.uint8)
+    np.minimum.at(low, point[live], answer.source[live])
+    np.maximum.at(high, point[live], answer.source[live])
+    seen = low != 255
+    source[seen] = np.where(low[seen] == high[seen], low[seen], np.uint8(Source.MIXED))
+    tier = np.zeros(n, np.uint8)
+    np.maximum.at(tier, point, answer.tier)
+    return Answer(ms, source, tier, energy)

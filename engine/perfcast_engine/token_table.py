@@ -1,0 +1,112 @@
+"""Token-only operators of one engine collapsed to a table over the token count (DESIGN section 3, idea 3)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from perfcast_engine.answer import F64, Answer, Points, Source, total
+from perfcast_engine.ops.base import Op
+from perfcast_engine.tables.database import Database
+
+BLOCK = 1024  # integers evaluated together; one block costs little more than one integer
+LIMIT = 1 << 17  # larger counts are evaluated as asked and not kept
+BLOCKS_AT_ONCE = 8  # a query that touches more new blocks evaluates just its own counts
+
+
+class Column(NamedTuple):
+    """Sums over operators at N counts. ms: (N,) NaN where any operator misses; by_source: (N, 5) ms per Source;
+    tier: (N,) the worst Tier; energy: (N,) W ms."""
+
+    ms: F64
+    by_source: F64
+    tier: np.ndarray
+    energy: F64
+
+    def take(self, which: np.ndarray) -> Column:
+        return Column(self.ms[which], self.by_source[which], self.tier[which], self.energy[which])
+
+
+def column_of(answer: Answer, by_source: F64) -> Column:
+    return Column(answer.ms, by_source, answer.tier, answer.energy)
+
+
+def sum_by_source(answers: Sequence[Answer], n: int) -> F64:
+    """Latency (N, 5) by Source; an operator's whole latency counts under its own tag."""
+    out = np.zeros((n, len(Source)))
+    rows = np.arange(n)
+    for answer in answers:
+        out[rows, answer.source] += answer.ms
+    return out
+
+
+class TokenTable:
+    """The summed latency of ``ops``, each reading the token count only, at integer counts; filled as asked.
+
+    Exact by construction: counts are integers and every integer is evaluated by the operators themselves.
+    """
+
+    def __init__(self, ops: Sequence[Op], db: Database) -> None:
+        self.ops = tuple(ops)
+        self._db = db
+        self._lock = threading.Lock()
+        self._filled = np.zeros(0, np.bool_)
+        self._kept = _empty(0)
+
+    def __call__(self, x: F64) -> Column:
+        """Sums at counts ``x`` (N,), non-negative integers as float64."""
+        counts = x.astype(np.int64)
+        if len(counts) == 1 and counts[0] < len(self._filled) and self._filled[counts[0]]:
+            return self._kept.take(counts)
+        if counts.max(initial=0) >= LIMIT:
+            unique, back = np.unique(counts, return_inverse=True)
+            return self.evaluate(unique).take(back)
+        self._fill(counts)
+        return self._kept.take(counts)
+
+    def evaluate(self, counts: np.ndarray) -> Column:
+        """Sums at ``counts`` straight from the operators."""
+        answers = self.answers(counts.astype(np.float64))
+        return column_of(total(answers, len(counts)), sum_by_source(answers, len(counts)))
+
+    def answers(self, x: F64) -> list[Answer]:
+        at = Points.of(x, 1, 0, x)
+        return [op.evaluate(self._db, at) for op in self.ops]
+
+    @property
+    def nbytes(self) -> int:
+        return self._filled.nbytes + sum(array.nbytes for array in self._kept)
+
+    def _fill(self, counts: np.ndarray) -> None:
+        with self._lock:
+            self._grow(int(counts.max(initial=0)) + 1)
+            missing = np.unique(counts[~self._filled[counts]])
+            if not len(missing):
+                return
+            blocks = np.unique(missing // BLOCK)
+            if len(blocks) <= BLOCKS_AT_ONCE:
+                missing = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+                missing = missing[~self._filled[missing]]
+            for kept, new in zip(self._kept, self.evaluate(missing), strict=True):
+                kept[missing] = new
+            self._filled[missing] = True
+
+    def _grow(self, size: int) -> None:
+        size = -(-size // BLOCK) * BLOCK
+        old = len(self._filled)
+        if size <= old:
+            return
+        size = min(max(size, 2 * old), LIMIT)
+        larger = _empty(size)
+        for new, kept in zip(larger, self._kept, strict=True):
+            new[:old] = kept
+        filled = np.zeros(size, np.bool_)
+        filled[:old] = self._filled
+        self._kept, self._filled = larger, filled
+
+
+def _empty(n: int) -> Column:
+    return Column(np.zeros(n), np.zeros((n, len(Source))), np.zeros(n, np.uint8), np.zeros(n))
