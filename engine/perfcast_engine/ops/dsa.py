@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
 
+from perfcast_engine import quant
 from perfcast_engine.answer import Answer, Points
-from perfcast_engine.ops.base import Op, Reads
-from perfcast_engine.quant import QuantMode
+from perfcast_engine.ops.base import require
+from perfcast_engine.ops.sparse import SparseModule
 from perfcast_engine.tables.database import Database
 
 
@@ -42,30 +42,29 @@ def dsa_shape(architecture: str) -> DsaShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Dsa(Op):
+class _Dsa(SparseModule):
     """What both phases share. heads: per GPU; full_fraction: share of the layers that compute their own top-k index;
     projection_quants: (q, kv, o, indexer) modes of the resident weights, ``gemm_quant`` for all when None."""
 
-    heads: int
-    kv_quant: QuantMode
-    fmha_quant: QuantMode
-    gemm_quant: QuantMode
     architecture: str
     index_topk: int = 2048
     full_fraction: float = 1.0
-    projection_quants: tuple[QuantMode, QuantMode, QuantMode, QuantMode] | None = None
+    projection_quants: tuple[str, str, str, str] | None = None
 
-    reads: ClassVar[Reads] = Reads.SEQUENCE
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, index_topk=1)
 
     def weight_bytes(self) -> float:
         m, n = dsa_shape(self.architecture), self.heads
-        q, kv, o, indexer = self.projection_quants or (self.gemm_quant,) * 4
+        modes = self.projection_quants or (self.gemm_quant,) * 4
+        q, kv, o, indexer = (quant.mode(quant.GEMM, mode, "projection_quants").bytes for mode in modes)
         return self.scale * (
-            (m.hidden * m.q_lora_rank + m.q_lora_rank * n * (m.nope_head_dim + m.rope_head_dim)) * q.bytes
+            (m.hidden * m.q_lora_rank + m.q_lora_rank * n * (m.nope_head_dim + m.rope_head_dim)) * q
             + (m.hidden * (m.kv_lora_rank + m.rope_head_dim) + m.kv_lora_rank * n * (m.nope_head_dim + m.v_head_dim))
-            * kv.bytes
-            + n * m.v_head_dim * m.hidden * o.bytes
-            + (m.q_lora_rank * m.index_head_dim * m.index_heads + m.hidden * m.index_heads) * indexer.bytes
+            * kv
+            + n * m.v_head_dim * m.hidden * o
+            + (m.q_lora_rank * m.index_head_dim * m.index_heads + m.hidden * m.index_heads) * indexer
         )
 
 

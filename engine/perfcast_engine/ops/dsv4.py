@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
+from perfcast_engine import quant
 from perfcast_engine.answer import Answer, Points
-from perfcast_engine.ops.base import Op, Reads
-from perfcast_engine.quant import QuantMode
+from perfcast_engine.ops.sparse import SparseModule
 from perfcast_engine.tables.database import Database
 
 COMPRESSION = {"csa": 4, "hca": 128}  # tokens that share one cache entry
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Dsv4(Op):
+class _Dsv4(SparseModule):
     """What both phases share. heads and o_groups: per GPU; native_heads: of the model; window: tokens."""
 
     kind: Literal["csa", "hca"]
-    heads: int
     native_heads: int
     tp: int
-    kv_quant: QuantMode
-    fmha_quant: QuantMode
-    gemm_quant: QuantMode
     architecture: str
     hidden: int
     q_lora_rank: int
@@ -36,8 +32,6 @@ class _Dsv4(Op):
     window: int
     o_groups: int
 
-    reads: ClassVar[Reads] = Reads.SEQUENCE
-
     def weight_bytes(self) -> float:
         h, q, n, d = self.hidden, self.q_lora_rank, self.heads, self.head_dim
         ratio, learned = COMPRESSION[self.kind], self.kind == "csa"
@@ -49,7 +43,7 @@ class _Dsv4(Op):
             gemm += q * self.index_heads * self.index_head_dim + 4 * h * self.index_head_dim
             half += h * self.index_heads
             full += 2 * ratio * self.index_head_dim
-        return self.scale * (gemm * self.gemm_quant.bytes + half * 2 + full * 4)
+        return self.scale * (gemm * quant.GEMM[self.gemm_quant].bytes + half * 2 + full * 4)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from perfcast_engine.answer import Answer, Points
 from perfcast_engine.ops.base import Op
-from perfcast_engine.quant import GEMM, QuantMode
+from perfcast_engine.quant import GEMM
 from perfcast_engine.tables.database import Database
 
 
@@ -21,7 +21,7 @@ class Mhc(Op):
     hidden: int
     architecture: str
     sinkhorn_iters: int = 20
-    quant: QuantMode = GEMM["bfloat16"]
+    quant: str = "bfloat16"
     seq_split: int = 1
 
     @property
@@ -31,7 +31,7 @@ class Mhc(Op):
 
     def weight_bytes(self) -> float:
         m = self._mixes
-        return self.scale * 2 * (m * self.hc_mult * self.hidden + m + 3) * self.quant.bytes
+        return self.scale * 2 * (m * self.hc_mult * self.hidden + m + 3) * GEMM[self.quant].bytes
 
     def price(self, db: Database, at: Points) -> Answer:
         raise NotImplementedError
