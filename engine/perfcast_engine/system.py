@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from perfcast_engine.errors import SystemFlopsMissing
 from perfcast_engine.quant import QuantMode
+
+T = TypeVar("T", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,14 @@ class SystemSpec:
         if self.gpus_per_rack is None or gpus <= self.gpus_per_rack:
             return self.inter_node_bw
         return self.inter_rack_bw if self.inter_rack_bw is not None else self.inter_node_bw
+
+    def memory_ms(self, bytes_moved: T) -> T:
+        """Time to move bytes at the bandwidth that kernels reach, plus the start of one (spec/02 section 6)."""
+        return (bytes_moved / (self.mem_bw * self.mem_bw_efficiency) + self.mem_latency_s) * 1000
+
+    def memory_sol_ms(self, bytes_moved: T) -> T:
+        """Time to move bytes at the peak bandwidth."""
+        return bytes_moved / self.mem_bw * 1000
 
     @property
     def has_fp8_decode_attention(self) -> bool:

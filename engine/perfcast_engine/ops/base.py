@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from perfcast_engine.answer import Answer, Points
-from perfcast_engine.errors import InvalidField
-from perfcast_engine.tables.database import Database
+from perfcast_engine.answer import F64, Answer, Mask, Points, Source, Tier, or_else
+from perfcast_engine.errors import EmpiricalBasisMissing, EngineError, InvalidField, PerfDataMissing, SolNotDefined
+from perfcast_engine.interp.grid import Coords, Grid, Sol
+from perfcast_engine.interp.surface import Surface
+from perfcast_engine.interp.util import UtilGrid
+from perfcast_engine.tables.database import Database, Mode
+from perfcast_engine.tables.table import Key, Table
 
 
 class Reads(Enum):
@@ -29,6 +33,28 @@ class Role(Enum):
     OTHER = 0
     LOGITS = 1  # prefill gives it one token per request
     ATTENTION = 2  # dense attention that mixed steps price apart
+
+
+class Split(NamedTuple):
+    """A roofline taken apart, ms (N,) each: the longer of computing and moving bytes, and both."""
+
+    time: F64
+    math: F64
+    mem: F64
+
+    @classmethod
+    def of(cls, math: F64, mem: F64) -> Split:
+        return cls(np.maximum(math, mem), math, mem)
+
+    @classmethod
+    def memory(cls, mem: F64) -> Split:
+        return cls(mem, np.zeros(len(mem)), mem)
+
+    def plus(self, other: Split) -> Split:
+        return Split(self.time + other.time, self.math + other.math, self.mem + other.mem)
+
+    def scaled(self, factor: float | F64) -> Split:
+        return Split(self.time * factor, self.math * factor, self.mem * factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +74,14 @@ class Op(ABC):
     def evaluate(self, db: Database, at: Points) -> Answer:
         """Latency of all instances at N points."""
         return self.price(db, at).clamped().scaled(self.scale)
+
+    def sol(self, db: Database, at: Points) -> Split:
+        """The roofline of one instance at N points; SolNotDefined where the kind exports none."""
+        raise SolNotDefined(f"{type(self).__name__} {self.name} exports no roofline split", op=self.name)
+
+    def sol_split(self, db: Database, at: Points) -> Split:
+        """The roofline of all instances at N points."""
+        return self.sol(db, at).scaled(self.scale)
 
     def weight_bytes(self) -> float:
         """Resident bytes of all instances on one GPU."""
@@ -74,3 +108,112 @@ def require(op: Op, **least: float) -> None:
 def split_tokens(x: np.ndarray, token_div: int, seq_split: int) -> np.ndarray:
     """Tokens per GPU: floor by ``token_div``, then ceil by the context-parallel ``seq_split`` (spec/02 section 6)."""
     return np.ceil(np.floor(x / max(token_div, 1)) / max(seq_split, 1))
+
+
+def by_mode(
+    db: Database,
+    at: Points,
+    *,
+    silicon: Callable[[Points], Answer],
+    empirical: Callable[[Points], Answer],
+    sol: Callable[[Points], F64],
+) -> Answer:
+    """One table query as the database's mode wants it (spec/02 section 2). Read every rate the query needs BEFORE
+    calling this: a missing rate wins over missing data in every mode."""
+    if db.mode is Mode.SOL:
+        return Answer.of(sol(at), Source.SOL)
+    if db.mode is Mode.EMPIRICAL:
+        return empirical(at)
+    if db.mode is Mode.SILICON:
+        return silicon(at)
+    return or_else(silicon, empirical, at, PerfDataMissing)
+
+
+def find_slice(
+    db: Database,
+    name: str,
+    key: tuple[Key, ...],
+    sol: Sol,
+    *,
+    sqrt_axis: int | None = None,
+    clamp: bool = False,
+    also: Hashable = None,
+) -> Surface | None:
+    """The measured slice ``key`` of table ``name`` with its roofline, kept; None where table or slice is absent.
+
+    ``sol`` must depend on nothing but the system, the table and the key; name what else it depends on in ``also``.
+    ``clamp`` lifts latencies below the roofline to it, at unchanged energy (spec/01 section 7.1).
+    """
+
+    def build() -> Surface | None:
+        table = db.find(name)
+        grid = None if table is None else table.grid(*key)
+        if grid is None or not clamp:
+            return None if grid is None else Surface(grid, sol, sqrt_axis)
+        ms = np.maximum(grid.ms, sol(*grid.floats))
+        power = None if grid.power is None else grid.power * grid.ms / ms
+        return Surface(Grid(grid.coords, ms, power), sol, sqrt_axis)
+
+    return db.kept(("slice", name, key, also), build)
+
+
+def slice_of(
+    db: Database,
+    name: str,
+    key: tuple[Key, ...],
+    sol: Sol,
+    *,
+    sqrt_axis: int | None = None,
+    clamp: bool = False,
+    also: Hashable = None,
+) -> Surface:
+    """As ``find_slice``; PerfDataMissing, naming what was measured instead, where there is none."""
+    surface = find_slice(db, name, key, sol, sqrt_axis=sqrt_axis, clamp=clamp, also=also)
+    if surface is None:
+        raise no_slice(db.table(name), key)
+    return surface
+
+
+def no_slice(table: Table, key: tuple[Key, ...]) -> PerfDataMissing:
+    """The error for a key that ``table`` does not hold: which part was not measured, and what was in its place."""
+    depth = next((i for i in range(len(key)) if table.rows(*key[: i + 1]) is None), len(key) - 1)
+    near = ", ".join(str(value) for value in table.children(*key[:depth]))
+    wanted = ", ".join(f"{column}={value}" for column, value in zip(table.key, key, strict=False))
+    return PerfDataMissing(
+        f"{table.name} has no data for {wanted}: {table.key[depth]} was measured at {near}",
+        table=table.name,
+        key=wanted,
+        nearest=near,
+    )
+
+
+def measured(surface: Surface, query: Coords, what: str, axes: Sequence[str]) -> Answer:
+    """The measured latency at each query; points that nothing anchors miss. ``what`` and ``axes`` word the miss."""
+    resolved = surface.at(*query)
+
+    def miss(gone: Mask) -> EngineError:
+        first = int(np.argmax(gone))
+        point = ", ".join(f"{axis}={c[first]:g}" for axis, c in zip(axes, query, strict=True))
+        return PerfDataMissing(f"{what}: no data to anchor {point}", op=what, key=point)
+
+    return Answer.of(resolved.ms, Source.SILICON, energy=resolved.energy, miss=miss)
+
+
+def estimated(
+    util: UtilGrid | None, query: Coords, sol: F64, what: str, tier: Tier = Tier.EMPIRICAL, k: float = 1.0
+) -> Answer:
+    """Roofline / (utilisation of the nearest samples * k) at each query (spec/02 section 9)."""
+    if util is None:
+        raise no_basis(what)
+    return Answer.of(sol / (util.at(query) * k), Source.EMPIRICAL, tier)
+
+
+def no_basis(what: str) -> EmpiricalBasisMissing:
+    return EmpiricalBasisMissing(f"{what}: no measurement to calibrate an estimate on", op=what)
+
+
+def memory_bound(db: Database, bytes_moved: F64) -> Answer:
+    """An operator without a table, as its mode prices it: bytes over the achievable memory bandwidth plus a launch."""
+    if db.mode is Mode.SOL:
+        return Answer.of(db.system.memory_sol_ms(bytes_moved), Source.SOL)
+    return Answer.of(db.system.memory_ms(bytes_moved), Source.EMPIRICAL)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from perfcast_engine import quant
 from perfcast_engine.answer import Answer, Points
-from perfcast_engine.ops.base import Op, Role, require
+from perfcast_engine.ops.base import Op, require
 from perfcast_engine.tables.database import Database
 
 
@@ -25,7 +25,6 @@ class Gemm(Op):
     seq_split: int = 1
     low_precision_input: bool = False
     below_grid_sol: bool = False
-    role: Role = Role.OTHER
 
     def __post_init__(self) -> None:
         require(self, n=1, k=1, token_div=0, seq_split=0)

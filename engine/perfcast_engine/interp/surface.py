@@ -1,0 +1,111 @@
+"""A measured slice with the roofline of its operator: what an operator asks for a latency (spec/02 section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perfcast_engine.answer import F64
+from perfcast_engine.interp.grid import Coords, Grid, Sol
+from perfcast_engine.interp.nearest import nearest
+from perfcast_engine.interp.util import UtilGrid
+
+ANCHORS = 4
+TINY = 1e-12
+
+
+class Resolved(NamedTuple):
+    """ms: (Q,) with NaN where nothing anchors the query; power: (Q,) W or None where the grid has none."""
+
+    ms: F64
+    power: F64 | None
+
+    @property
+    def energy(self) -> F64 | None:
+        return None if self.power is None else self.ms * self.power
+
+
+class _Anchors(NamedTuple):
+    """The leaves that a hold may lean on: log2 coordinates (N, A), roofline / latency (N,), power (N,) or None."""
+
+    logs: F64
+    util: F64
+    power: F64 | None
+
+
+@dataclass(frozen=True, eq=False)
+class Surface:
+    """``sol``: roofline in ms of the grid's axes; ``sqrt_axis``: the axis on which square roots are blended."""
+
+    grid: Grid
+    sol: Sol
+    sqrt_axis: int | None = None
+
+    def at(self, *query: F64) -> Resolved:
+        """The latency at each query, one array (Q,) per axis: exact, else interior, else held at the utilisation of the
+        nearest leaves. NaN where the hold has no anchor or the query no positive roofline."""
+        ms, power = self.grid.interior(query, self.sol, self.sqrt_axis)
+        outside = np.isnan(ms)
+        if outside.any():
+            held = self._hold(tuple(c[outside] for c in query))
+            ms[outside] = held.ms
+            if power is not None and held.power is not None:
+                power[outside] = held.power
+        return Resolved(ms, power)
+
+    @cached_property
+    def util(self) -> UtilGrid | None:
+        """The samples as the utilisation-space model sees them; None when none is usable."""
+        return UtilGrid.of(self.grid.floats, self.grid.ms, self.leaf_sol)
+
+    @cached_property
+    def leaf_sol(self) -> F64:
+        return self.sol(*self.grid.floats)
+
+    @cached_property
+    def _anchors(self) -> _Anchors:
+        grid, sol = self.grid, self.leaf_sol
+        valid = (grid.ms > 0) & np.isfinite(grid.ms) & (sol > 0) & np.isfinite(sol)
+        logs = np.log2(np.maximum(np.stack([c[valid] for c in grid.floats], axis=1), TINY))
+        return _Anchors(logs, sol[valid] / grid.ms[valid], None if grid.power is None else grid.power[valid])
+
+    def _hold(self, query: Coords) -> Resolved:
+        here = self.sol(*query)
+        usable = np.isfinite(here) & (here > 0)
+        util, power = self._end_util(query[0]) if len(query) == 1 else self._near_util(query)
+        usable &= util > 0
+        return Resolved(np.where(usable, here, np.nan) / np.where(usable, util, 1.0), power)
+
+    def _end_util(self, c: F64) -> tuple[F64, F64 | None]:
+        """One axis: the utilisation of the nearest end point; 0 where it has none."""
+        keys, ms, sol = self.grid.floats[0], self.grid.ms, self.leaf_sol
+        end = np.where(c < keys[0], 0, len(keys) - 1)
+        util = np.where(ms[end] > 0, sol[end], 0.0) / np.where(ms[end] > 0, ms[end], 1.0)
+        return util, None if self.grid.power is None else self.grid.power[end]
+
+    def _near_util(self, query: Coords) -> tuple[F64, F64 | None]:
+        """The nearest four leaves in log space, weights tapering to 0 at the distance of the fifth."""
+        anchors = self._anchors
+        if not len(anchors.util):
+            return np.zeros(len(query[0])), anchors.power
+        logs = np.log2(np.maximum(np.stack(query, axis=1), TINY))
+        index, distance = nearest(anchors.logs, logs, ANCHORS + 1)
+        weight = _taper(distance)
+        index = index[:, :ANCHORS]
+        mass = weight.sum(axis=1)
+        util = (weight * anchors.util[index]).sum(axis=1) / mass
+        return util, None if anchors.power is None else (weight * anchors.power[index]).sum(axis=1) / mass
+
+
+def _taper(distance: F64) -> F64:
+    """Weights (Q, <= 4) of the nearest anchors from their ascending distances (Q, <= 5)."""
+    d = distance[:, :ANCHORS]
+    if distance.shape[1] <= ANCHORS:
+        return 1 / (d * d + TINY)
+    reach = distance[:, ANCHORS:]
+    weight: NDArray[np.float64] = (np.maximum(reach - d, 0.0) / (reach * d + TINY)) ** 2
+    return np.where(weight.sum(axis=1, keepdims=True) > 0, weight, 1.0)
