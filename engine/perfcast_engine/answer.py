@@ -7,7 +7,7 @@ caller decides (``or_else`` for HYBRID and fallback groups, ``raise_first`` at t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -150,6 +150,10 @@ class Answer:
     def tagged(self, source: Source) -> Answer:
         return replace(self, source=np.full(len(self), source, np.uint8))
 
+    def take(self, which: Mask) -> Answer:
+        misses = [(mask[which], error) for mask, error in self.misses if mask[which].any()]
+        return Answer(self.ms[which], self.source[which], self.tier[which], self.energy[which], misses)
+
     def missing(self) -> Mask:
         gone = np.zeros(len(self), np.bool_)
         for mask, _ in self.misses:
@@ -186,7 +190,8 @@ def or_else(
 ) -> Answer:
     """``primary`` where it answers, ``secondary`` for the points that miss with ``catch`` (raised or per point).
 
-    Other errors stay: raised ones propagate, per-point ones remain in ``misses``.
+    Other errors stay: raised ones propagate, per-point ones remain in ``misses``. What ``secondary`` raises for some of
+    the points is the miss of those points.
     """
     try:
         first = primary(at)
@@ -198,17 +203,37 @@ def or_else(
             redo |= mask
     if not redo.any():
         return first
-    second = secondary(at.take(redo))
-    kept = [(mask & ~redo, error) for mask, error in first.misses if (mask & ~redo).any()]
-    where = np.flatnonzero(redo)
-    for mask, error in second.misses:
-        spread = np.zeros(len(at), np.bool_)
-        spread[where[mask]] = True
-        kept.append((spread, error))
-    merged = replace(
-        first, ms=first.ms.copy(), source=first.source.copy(), tier=first.tier.copy(), energy=first.energy.copy()
-    )
-    merged.ms[where], merged.source[where] = second.ms, second.source
-    merged.tier[where], merged.energy[where] = second.tier, second.energy
-    merged.misses = kept
-    return merged
+    if redo.all():
+        return secondary(at)
+    return gather([(~redo, first.take(~redo)), (redo, attempt(secondary, at.take(redo)))])
+
+
+def attempt(price: Callable[[Points], Answer], at: Points) -> Answer:
+    """``price`` for points that are some of many: what it raises becomes the miss of each of them."""
+    try:
+        return price(at)
+    except EngineError as error:
+        return Answer.of(np.full(len(at), np.nan), Source.SILICON, miss=error)
+
+
+def choose(which: Mask, yes: Callable[[Points], Answer], no: Callable[[Points], Answer], at: Points) -> Answer:
+    """``yes`` for the points of ``which``, ``no`` for the others."""
+    if which.all():
+        return yes(at)
+    if not which.any():
+        return no(at)
+    return gather([(which, attempt(yes, at.take(which))), (~which, attempt(no, at.take(~which)))])
+
+
+def gather(parts: Sequence[tuple[Mask, Answer]]) -> Answer:
+    """One answer from answers to disjoint parts of the points."""
+    n = len(parts[0][0])
+    whole = Answer(np.full(n, np.nan), np.zeros(n, np.uint8), np.zeros(n, np.uint8), np.zeros(n))
+    for where, part in parts:
+        whole.ms[where], whole.energy[where] = part.ms, part.energy
+        whole.source[where], whole.tier[where] = part.source, part.tier
+        for mask, error in part.misses:
+            spread = where.copy()
+            spread[where] = mask
+            whole.misses.append((spread, error))
+    return whole

@@ -60,6 +60,16 @@ class Table:
                 return None
         return slice(lo, hi)
 
+    def holds(self, **values: Key) -> bool:
+        """Whether any row has these values in these key columns, whatever their place in the key."""
+        found = np.ones(len(self.ms), np.bool_)
+        for column, value in values.items():
+            code = self.code(column, value)
+            if code is None:
+                return False
+            found &= self.columns[self.key.index(column)] == code
+        return bool(found.any())
+
     def children(self, *prefix: Key) -> list[Key]:
         """Distinct values of the key column after ``prefix``: names in first-appearance order, numbers ascending."""
         rows = self.rows(*prefix)
