@@ -12,6 +12,14 @@ from perfcast_engine.answer import F64, Points
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.ops.base import Op
 from perfcast_engine.phase import Phase
+from perfcast_engine.profiles import (
+    ATTENTION_BY_ROLE,
+    CORRECTED,
+    MIXED_LOGITS_ROWS,
+    MIXED_PREFIX_PER_PROMPT,
+    MIXED_WHOLE_PROMPTS,
+    Profile,
+)
 from perfcast_engine.step_result import StepResult, blanked, gathered
 from perfcast_engine.tables.database import Database
 
@@ -20,27 +28,41 @@ MAX_SAMPLES = 1_000_000  # of all trajectories in one call; bounds memory and ti
 DEFAULT_STRIDE = 32
 
 
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """What N attention-DP ranks have scheduled in one pass each: counts, float64 (N,)."""
+
+    prefill_requests: F64
+    prefill_tokens: F64  # computed in this pass
+    prefill_kv_tokens: F64  # in the cache already: prefix hits and earlier chunks
+    decode_requests: F64
+    decode_kv_tokens: F64  # logical length, summed over the decodes
+
+    def __len__(self) -> int:
+        return len(self.prefill_tokens)
+
+
 @dataclass(frozen=True)
 class StepModel:
     """The steps of one engine: operator lists of prefill and decode against one database.
 
-    ``nextn``: speculative draft depth; decode steps carry nextn + 1 query tokens per request.
-    ``split_by_role``: see Phase; True reproduces the reference's mixed steps.
+    ``nextn``: speculative draft depth; decode steps carry nextn + 1 query tokens per request. ``profile`` says which
+    faults of the reference's mixed steps are reproduced.
     """
 
     context: tuple[Op, ...]
     generation: tuple[Op, ...]
     db: Database
     nextn: int = 0
-    split_by_role: bool = True
+    profile: Profile = CORRECTED
 
     @cached_property
     def _context(self) -> Phase:
-        return Phase(self.context, self.db, logits_apart=True, split_by_role=self.split_by_role)
+        return Phase(self.context, self.db, logits_apart=True, split_by_role=self.profile[ATTENTION_BY_ROLE])
 
     @cached_property
     def _generation(self) -> Phase:
-        return Phase(self.generation, self.db, logits_apart=False, split_by_role=self.split_by_role)
+        return Phase(self.generation, self.db, logits_apart=False, split_by_role=self.profile[ATTENTION_BY_ROLE])
 
     def prefill(
         self, batch: Any, isl: Any, prefix: Any = 0, imbalance: Any = 1.0, *, operators: bool = False
@@ -125,21 +147,63 @@ class StepModel:
         _require(isl > 0, "isl", "must be positive")
         _require((prefix < isl) | (tokens == 0), "prefix", "must be smaller than isl")
         decoded = requests * (self.nextn + 1)
-        cached = prefix * (tokens // isl)
-        flat = tokens + decoded - cached
         busy = tokens + decoded > 0
+        prompts = tokens / isl
+        whole = self.profile[MIXED_PREFIX_PER_PROMPT]
+        cached = prefix * np.floor(prompts) if whole else np.floor(prefix * prompts)
+        flat = tokens + decoded - cached
         _require((flat > 0) | ~busy, "prefix", "leaves no token to compute in this step")
         one = np.ones_like(tokens)
         flat = np.where(busy, flat, 1)
-        shared = self._context.price_shared(Points.of(one, flat, cached, flat, imbalance), one, operators)
-        prompts, chunks = np.ceil(tokens / isl), np.ceil(isl / np.maximum(tokens, 1))
-        fresh = np.where(tokens > 0, isl - prefix, 1)
-        at = Points.of(np.maximum(prompts, 1), fresh, np.where(tokens > 0, prefix, 0), None, imbalance)
-        context = blanked(self._context.price_attention(at, operators).scaled(1 / chunks), tokens == 0)
+        rows = one if self.profile[MIXED_LOGITS_ROWS] else np.maximum(np.ceil(prompts) + decoded, 1)
+        shared = self._context.price_shared(Points.of(one, flat, cached, flat, imbalance), rows, operators)
+        context = self._prompt_attention(tokens, isl, prefix, imbalance, operators)
         at = Points.of(np.maximum(decoded, 1), isl + osl // 2 + 1, 0, None, gen_imbalance)
         at = at.with_(x=at.batch)
         decode = blanked(self._generation.price_attention(at, operators), requests == 0)
         return blanked(shared, ~busy), context, decode
+
+    def _prompt_attention(self, tokens: F64, isl: F64, prefix: F64, imbalance: Any, operators: bool) -> StepResult:
+        """Context attention of ``tokens`` prompt tokens. The reference prices whole prompts, rounded up, over the
+        number of chunks; else a fraction of a prompt costs that fraction of what the next whole prompt adds."""
+        idle = tokens == 0
+        fresh, cached = np.where(idle, 1, isl - prefix), np.where(idle, 0, prefix)
+
+        def attention(prompts: F64) -> StepResult:
+            at = Points.of(np.maximum(prompts, 1), fresh, cached, None, imbalance)
+            return self._context.price_attention(at, operators)
+
+        upper = np.ceil(tokens / isl)
+        if self.profile[MIXED_WHOLE_PROMPTS]:
+            return blanked(attention(upper).scaled(1 / np.ceil(isl / np.maximum(tokens, 1))), idle)
+        lower = np.floor(tokens / isl)
+        part = tokens / isl - lower
+        above = blanked(attention(upper).scaled(part), part == 0)
+        return above + blanked(attention(lower).scaled(1 - part), lower == 0)
+
+    def observed(self, work: RankWork, *, operators: bool = False) -> StepResult:
+        """The pass of each rank as telemetry counts it (spec/04 11.4, spec/06 1.8). No factor of nextn: the counts are
+        of packed tokens. Idle ranks take 0 ms."""
+        w = work
+        prompts, decodes = np.maximum(w.prefill_requests, 1), np.maximum(w.decode_requests, 1)
+        fresh, cached = w.prefill_tokens // prompts, w.prefill_kv_tokens // prompts
+        length = w.decode_kv_tokens // decodes
+        prefills, decoding = w.prefill_tokens > 0, (w.decode_requests > 0) | (w.decode_kv_tokens > 0)
+        both = prefills & decoding
+        at = Points.of(prompts, fresh, cached, prompts * fresh)
+        prefill = blanked(self._context.price(at, prompts, operators), both | ~prefills)
+        decode = self._generation.price(Points.of(decodes, length, 0, decodes), decodes, operators)
+        result = prefill + blanked(decode, both | ~decoding)
+        if not both.any():
+            return result
+        flat = np.maximum(w.prefill_tokens + w.decode_requests, 1)
+        rows = np.ones_like(flat) if self.profile[MIXED_LOGITS_ROWS] else prompts + decodes
+        mixed = self._context.price_shared(Points.of(1, flat, w.prefill_kv_tokens, flat), rows, operators)
+        fresh = np.maximum(fresh, 1)
+        at = Points.of(np.maximum(np.ceil(w.prefill_tokens / fresh), 1), fresh, cached, w.prefill_tokens)
+        mixed += self._context.price_attention(at, operators)
+        at = Points.of(decodes, np.maximum(length, 1), 0, decodes)
+        return result + blanked(mixed + self._generation.price_attention(at, operators), ~both)
 
 
 def _counts(**fields: Any) -> list[F64]:

@@ -106,7 +106,7 @@ def differences(expected: Any, actual: Any, path: str = "") -> Iterator[tuple[st
 def check_case(case: dict[str, Any], handler: Any, group: Group) -> str | None:
     """Tally one case; the reason in words when it falls short."""
     group.cases += 1
-    expected = case["expect"]
+    expected = handler.expected(case) if hasattr(handler, "expected") else case["expect"]
     wanted = expected.get("error") if isinstance(expected, dict) else None
     try:
         actual = handler.evaluate(case)
@@ -191,4 +191,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # as an imported module, so that the handlers raise the very NotSupported that is caught here
+    sys.exit(importlib.import_module("tests.parity.check").main())

@@ -1,0 +1,86 @@
+"""Golden cases of the forward-pass performance model: native with correction, regression, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from perfcast_engine.planner.pass_model import LearningOptions, PassModel
+from perfcast_engine.planner.telemetry import Iteration, iteration_of
+
+from tests.parity.check import NotSupported, relative_error
+from tests.parity.check import differences as plain_differences
+
+OPTIONS = frozenset(LearningOptions.__dataclass_fields__)
+
+
+def expected(case: dict[str, Any]) -> dict[str, Any]:
+    """The expectations of one case, gathered from where the file keeps them."""
+    if "rounds" in case:
+        return {
+            "rounds": [{"after": r["after"], "queries": [q["expect"] for q in r["queries"]]} for r in case["rounds"]]
+        }
+    return case["expect"] if "expect" in case else {"queries": [query["expect"] for query in case["queries"]]}
+
+
+def differences(wanted: Any, actual: Any) -> Any:
+    """As usual, but any of the listed values will do where the reference itself was not deterministic."""
+    if not isinstance(wanted, dict) or "rounds" not in wanted:
+        yield from plain_differences(wanted, actual)
+        return
+    for i, (left, right) in enumerate(zip(wanted["rounds"], actual["rounds"], strict=True)):
+        yield from plain_differences(left["after"], right["after"], f"rounds[{i}].after")
+        for j, (query, answer) in enumerate(zip(left["queries"], right["queries"], strict=True)):
+            if query.get("nondeterministic"):
+                best = min(relative_error(value, answer["ms"]) for value in query["values"])
+                yield f"rounds[{i}].queries[{j}]", best
+            else:
+                yield from plain_differences(query, answer, f"rounds[{i}].queries[{j}]")
+
+
+def options_of(case: dict[str, Any]) -> LearningOptions:
+    return LearningOptions(**{name: value for name, value in (case.get("options") or {}).items() if name in OPTIONS})
+
+
+def model_of(case: dict[str, Any]) -> PassModel:
+    raise NotSupported("native models")
+
+
+def state_of(model: PassModel) -> dict[str, Any]:
+    factors = model.correction_factors()
+    summary = {"min": min(factors), "max": max(factors), "avg": sum(factors) / len(factors)} if factors else {}
+    return asdict(model.diagnostics()) | {"min": None, "max": None, "avg": None} | summary
+
+
+def evaluate(case: dict[str, Any]) -> dict[str, Any]:
+    return {"native": learned, "regression": learned, "error": refused, "pass_table": pass_table}[case["kind"]](case)
+
+
+def learned(case: dict[str, Any]) -> dict[str, Any]:
+    model = model_of(case) if case["kind"] == "native" else PassModel(options_of(case))
+    rounds = []
+    for step in case["rounds"]:
+        model.tune([iteration_of(iteration) for iteration in step["tune"]])
+        queries = [{"ms": estimate(model, iteration_of(query["metrics"]))} for query in step["queries"]]
+        rounds.append({"after": state_of(model), "queries": queries})
+    return {"rounds": rounds}
+
+
+def estimate(model: PassModel, iteration: Iteration) -> Any:
+    return model.estimate_ms([iteration])[0]
+
+
+def refused(case: dict[str, Any]) -> dict[str, Any]:
+    if case["call"] in ("from_native", "best_available"):
+        raise NotSupported(case["call"])
+    model = PassModel(options_of(case))
+    if case["call"] == "estimate":
+        metrics = case["metrics"]
+        return {"ms": estimate(model, iteration_of(metrics if isinstance(metrics, list) else [metrics]))}
+    if case["call"] == "tune":
+        model.tune([iteration_of(iteration) for iteration in case["iterations"]])
+    return {"diagnostics": asdict(model.diagnostics())}
+
+
+def pass_table(case: dict[str, Any]) -> dict[str, Any]:
+    raise NotSupported("whole-pass tables")
