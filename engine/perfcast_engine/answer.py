@@ -117,6 +117,11 @@ class Answer:
         return answer
 
     @classmethod
+    def none(cls, n: int, error: EngineError) -> Answer:
+        """N points that all miss with ``error``."""
+        return cls.of(np.full(n, np.nan), Source.SILICON, miss=error)
+
+    @classmethod
     def zero(cls, n: int, source: Source = Source.SILICON) -> Answer:
         return cls.of(np.zeros(n), source)
 
@@ -213,7 +218,7 @@ def attempt(price: Callable[[Points], Answer], at: Points) -> Answer:
     try:
         return price(at)
     except EngineError as error:
-        return Answer.of(np.full(len(at), np.nan), Source.SILICON, miss=error)
+        return Answer.none(len(at), error)
 
 
 def choose(which: Mask, yes: Callable[[Points], Answer], no: Callable[[Points], Answer], at: Points) -> Answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Coords
@@ -14,12 +15,38 @@ FLOOR = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class UtilGrid:
-    """Samples in min-max normalised log space. z: (N, A); low, span: (A,); util: (N,) = roofline / measured."""
+class LogSpace:
+    """Samples in min-max normalised log space. z: (N, A); low, span: (A,)."""
 
     z: F64
     low: F64
     span: F64
+
+    @classmethod
+    def of(cls, coords: Coords) -> LogSpace:
+        """From one array (N,) per axis, N > 0."""
+        logs = _logs(coords)
+        low = logs.min(axis=0)
+        span = logs.max(axis=0) - low
+        span[span == 0] = 1.0
+        return cls((logs - low) / span, low, span)
+
+    def nearest(self, query: Coords, count: int, *, clip: bool) -> tuple[NDArray[np.intp], F64]:
+        """Indices and distances (Q, count) of the nearest samples, ties by sample order. ``clip``: a query outside the
+        samples' box counts as the nearest point of the box."""
+        z = (_logs(query) - self.low) / self.span
+        return nearest(self.z, np.clip(z, 0.0, 1.0) if clip else z, count)
+
+
+def _logs(coords: Coords) -> F64:
+    return np.log(np.maximum(np.stack([np.asarray(axis, np.float64) for axis in coords], axis=1), FLOOR))
+
+
+@dataclass(frozen=True, slots=True)
+class UtilGrid:
+    """Samples with their utilisation, util (N,) = roofline / measured."""
+
+    space: LogSpace
     util: F64
 
     @classmethod
@@ -28,16 +55,11 @@ class UtilGrid:
         keep = (ms > 0) & (sol > 0)
         if not keep.any():
             return None
-        logs = np.log(np.maximum(np.stack([axis[keep] for axis in coords], axis=1).astype(np.float64), FLOOR))
-        low = logs.min(axis=0)
-        span = logs.max(axis=0) - low
-        span[span == 0] = 1.0
-        return cls((logs - low) / span, low, span, sol[keep] / ms[keep])
+        return cls(LogSpace.of(tuple(axis[keep] for axis in coords)), sol[keep] / ms[keep])
 
     def at(self, query: Coords) -> F64:
         """Utilisation at each query: the sample at distance zero, else the two nearest weighted by 1/distance."""
-        logs = np.log(np.maximum(np.stack([np.asarray(a, np.float64) for a in query], axis=1), FLOOR))
-        index, distance = nearest(self.z, np.clip((logs - self.low) / self.span, 0, 1), 2)
+        index, distance = self.space.nearest(query, 2, clip=True)
         util = self.util[index]
         hit = distance[:, 0] == 0
         weight = 1 / np.where(hit[:, None], 1.0, distance)

@@ -1,14 +1,72 @@
-"""Dense attention kernels of prefill and decode (spec/02 sections 5.3, 5.4, 5.6, 6.2, 9.5)."""
+"""Dense attention kernels of prefill and decode (spec/02 sections 5.3, 5.4, 5.6, 6.2)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from perfcast_engine import quant
-from perfcast_engine.answer import Answer, Points
-from perfcast_engine.ops.base import Op, Reads, Role, require
-from perfcast_engine.tables.database import Database
+from perfcast_engine.answer import F64, Answer, Miss, Points, Source, total
+from perfcast_engine.ops.attention_kernels import Kernels, head_dim_ratio
+from perfcast_engine.ops.base import Op, Reads, Role, Split, by_mode, estimated, measured, require
+from perfcast_engine.system import SystemSpec
+from perfcast_engine.tables.database import Database, Mode
+
+BF16 = quant.FMHA["bfloat16"]
+EXTRA_OVERHEAD = 1.1  # on the memory-bound steps around the kernel
+SAMPLES = 5  # decode lengths averaged around the asked one
+SHORTEST, LONGEST = 0.9, 1.1  # of the asked length
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRoofline:
+    """Causal attention of one slice: query heads n come with the query, KV heads are n where ``kv_heads`` is 0."""
+
+    system: SystemSpec
+    fmha: quant.QuantMode
+    kv: quant.QuantMode
+    kv_heads: int
+    head_dim: int
+    window: int
+
+    def split(self, n: F64 | float, s: F64, b: F64, prefix: F64 | float = 0.0) -> Split:
+        """n query heads, s tokens in all, ``prefix`` of them cached, b requests."""
+        new, h = s - prefix, self.head_dim
+        area = (s * s - prefix * prefix) / 2
+        if self.window > 0:
+            area = np.where(s > self.window, new * self.window, area)
+        flops = 4 * b * area * n * h
+        moved = 2 * b * (2 * n * new * h) + self.kv.bytes * b * 2 * (self.kv_heads or n) * s * h
+        return Split.of(flops / self.system.rate(self.fmha) * 1000, self.system.memory_sol_ms(moved))
+
+    def __call__(self, n: F64, s: F64, b: F64) -> F64:
+        return self.split(n, s, b).time
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRoofline:
+    """Attention of one token a request over s - 1 cached ones, or over the window."""
+
+    system: SystemSpec
+    kv: quant.QuantMode
+    kv_heads: int
+    head_dim: int
+    window: int
+
+    def split(self, n: F64 | float, b: F64, s: F64) -> Split:
+        h, kv_heads = self.head_dim, self.kv_heads or n
+        length = s - 1 if self.window == 0 else np.minimum(s - 1, self.window)
+        moved = b * (4 * n * h + 2 * kv_heads * length * h * self.kv.bytes)
+        return Split.of(4 * b * n * h * length / self.rate() * 1000, self.system.memory_sol_ms(moved))
+
+    def __call__(self, n: F64, b: F64, s: F64) -> F64:
+        return self.split(n, b, s).time
+
+    def rate(self) -> float:
+        low = self.kv.rate == "fp8" and self.system.has_fp8_decode_attention
+        return self.system.rate(self.kv if low else BF16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +95,71 @@ class ContextAttention(Op):
         quant.mode(quant.KV_CACHE, self.kv_quant, "kv_quant")
         quant.mode(quant.FMHA, self.fmha_quant, "fmha_quant")
 
+    @property
+    def _kv_heads(self) -> int:
+        return 0 if self.kv_heads == self.heads else self.kv_heads
+
+    def _roofline(self, db: Database, head_dim: int, window: int) -> ContextRoofline:
+        kv, fmha = quant.KV_CACHE[self.kv_quant], quant.FMHA[self.fmha_quant]
+        return ContextRoofline(db.system, fmha, kv, self._kv_heads, head_dim, window)
+
+    def _chunks(self, at: Points) -> list[Points]:
+        """The pieces of the sequence that one GPU computes: the first and the last of 2 cp equal parts."""
+        if self.cp == 1:
+            return [at]
+        chunk = np.maximum(np.ceil(at.s / (2 * self.cp)), 1.0)
+        return [at.with_(s=chunk), at.with_(s=chunk, prefix=np.maximum(at.prefix + at.s - chunk, 0.0))]
+
+    def _extra_ms(self, db: Database) -> float:
+        """Rotary embedding, cache write and norms of q and k, which the kernel's measurement leaves out."""
+        cost = db.system.memory_sol_ms if db.mode is Mode.SOL else db.system.memory_ms
+        q, k = float(self.heads * self.head_dim), float(self.kv_heads * self.head_dim)
+        extra = 2 * cost(2 * q + 2 * k) + 2 * cost(k * quant.FMHA[self.fmha_quant].bytes)
+        if self.qk_norm:
+            extra += 2 * (2 * cost(2 * q) + 2 * cost(2 * k))
+        return EXTRA_OVERHEAD * extra
+
+    def sol(self, db: Database, at: Points) -> Split:
+        roofline = self._roofline(db, self.head_dim, self.window)
+        out = Split.memory(np.full(len(at), self._extra_ms(db)))
+        for part in self._chunks(at):
+            out = out.plus(roofline.split(self.heads, part.s + part.prefix, part.batch, part.prefix))
+        return out.scaled(at.imbalance)
+
     def price(self, db: Database, at: Points) -> Answer:
-        raise NotImplementedError
+        roofline = self._roofline(db, self.head_dim, self.window)
+        db.system.rate(roofline.fmha)
+        kernels = Kernels(
+            "context_attention",
+            self.lanes,
+            (self.fmha_quant, self.kv_quant, self._kv_heads),
+            self.head_dim,
+            self.window,
+            lambda head_dim, window: self._roofline(db, head_dim, window),
+            sqrt_axis=1,
+        )
+
+        def query(part: Points) -> tuple[F64, F64, F64]:
+            return np.full(len(part), float(self.heads)), part.s + part.prefix, part.batch
+
+        def sol(part: Points) -> F64:
+            return roofline.split(self.heads, part.s + part.prefix, part.batch, part.prefix).time
+
+        def silicon(part: Points) -> Answer:
+            full = part.s + part.prefix
+            answer = measured(kernels.measured(db), query(part), self.name, ("num_heads", "isl", "batch_size"))
+            square = np.maximum(full * full, 1.0)
+            return answer.scaled((square - part.prefix * part.prefix) / square)
+
+        def empirical(part: Points) -> Answer:
+            basis = kernels.basis(db)
+            k = head_dim_ratio(db.backend, self.head_dim) / head_dim_ratio(db.backend, basis.head_dim)
+            return estimated(basis.util, query(part), sol(part), self.name, basis.tier, k)
+
+        parts = [by_mode(db, p, silicon=silicon, empirical=empirical, sol=sol) for p in self._chunks(at)]
+        source = Source.SOL if db.mode is Mode.SOL else Source.EMPIRICAL
+        parts.append(Answer.of(np.full(len(at), self._extra_ms(db)), source))
+        return total(parts, len(at)).scaled(at.imbalance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,5 +180,62 @@ class GenerationAttention(Op):
         require(self, heads=1, kv_heads=1, head_dim=1, window=0)
         quant.mode(quant.KV_CACHE, self.kv_quant, "kv_quant")
 
+    @property
+    def _kv_heads(self) -> int:
+        return 0 if self.kv_heads == self.heads else self.kv_heads
+
+    def _roofline(self, db: Database, head_dim: int, window: int) -> GenerationRoofline:
+        return GenerationRoofline(db.system, quant.KV_CACHE[self.kv_quant], self._kv_heads, head_dim, window)
+
+    def sol(self, db: Database, at: Points) -> Split:
+        roofline = self._roofline(db, self.head_dim, self.window)
+        return roofline.split(self.heads, at.batch, at.s).scaled(at.imbalance)
+
     def price(self, db: Database, at: Points) -> Answer:
-        raise NotImplementedError
+        roofline = self._roofline(db, self.head_dim, self.window)
+        roofline.rate()
+        kernels = Kernels(
+            "generation_attention",
+            self.lanes,
+            (self.kv_quant, self._kv_heads),
+            self.head_dim,
+            self.window,
+            lambda head_dim, window: self._roofline(db, head_dim, window),
+            clamp=True,
+        )
+
+        def sol(part: Points) -> F64:
+            return roofline.split(self.heads, part.batch, part.s).time
+
+        def silicon(part: Points) -> Answer:
+            lengths = _samples(part.s)
+            query = np.full(lengths.size, float(self.heads)), np.tile(part.batch, SAMPLES), lengths.ravel()
+            each = measured(kernels.measured(db), query, self.name, ("num_heads", "batch_size", "seq"))
+            return _mean(each, len(part))
+
+        def empirical(part: Points) -> Answer:
+            basis = kernels.basis(db)
+            query = np.full(len(part), float(self.heads)), part.batch, part.s
+            return estimated(basis.util, query, sol(part), self.name, basis.tier)
+
+        answer = by_mode(db, at, silicon=silicon, empirical=empirical, sol=sol)
+        return answer.scaled(at.imbalance)
+
+
+def _samples(s: F64) -> F64:
+    """The cache lengths (SAMPLES, N) that a decode length is averaged over."""
+    low = np.maximum(np.trunc(s * SHORTEST), 1.0)
+    high = np.maximum(np.trunc(s * LONGEST), low)
+    return low + np.floor((high - low) * np.arange(SAMPLES)[:, None] / (SAMPLES - 1))
+
+
+def _mean(each: Answer, n: int) -> Answer:
+    """The mean over the samples of each of ``n`` points; a point misses where any of its samples does."""
+    misses: list[Miss] = [(np.any(mask.reshape(SAMPLES, n), axis=0), error) for mask, error in each.misses]
+    return Answer(
+        each.ms.reshape(SAMPLES, n).sum(axis=0) / SAMPLES,
+        each.source[:n],
+        each.tier[:n],
+        each.energy.reshape(SAMPLES, n).sum(axis=0) / SAMPLES,
+        misses,
+    )

@@ -202,9 +202,10 @@ def measured(surface: Surface, query: Coords, what: str, axes: Sequence[str]) ->
 def estimated(
     util: UtilGrid | None, query: Coords, sol: F64, what: str, tier: Tier = Tier.EMPIRICAL, k: float = 1.0
 ) -> Answer:
-    """Roofline / (utilisation of the nearest samples * k) at each query (spec/02 section 9)."""
+    """Roofline / (utilisation of the nearest samples * k) at each query (spec/02 section 9); all points miss with
+    EmpiricalBasisMissing where there is no sample."""
     if util is None:
-        raise no_basis(what)
+        return Answer.none(len(sol), no_basis(what))
     return Answer.of(sol / (util.at(query) * k), Source.EMPIRICAL, tier)
 
 

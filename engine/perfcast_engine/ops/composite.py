@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from perfcast_engine.answer import Answer, Points
-from perfcast_engine.ops.base import Op
-from perfcast_engine.tables.database import Database
+import numpy as np
+
+from perfcast_engine.answer import Answer, Points, Source, or_else
+from perfcast_engine.errors import PerfDataMissing
+from perfcast_engine.ops.base import Op, Reads
+from perfcast_engine.tables.database import Database, Mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +20,15 @@ class Overlap(Op):
     a: tuple[Op, ...]
     b: tuple[Op, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads", _reads(self.a + self.b))
+
     def weight_bytes(self) -> float:
         return sum(op.weight_bytes() for op in self.a + self.b)
 
     def price(self, db: Database, at: Points) -> Answer:
-        raise NotImplementedError
+        a, b = _sum(self.a, db, at), _sum(self.b, db, at)
+        return replace(a + b, ms=np.maximum(a.ms, b.ms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +38,25 @@ class Fallback(Op):
     primary: Op
     fallback: tuple[Op, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads", _reads((self.primary, *self.fallback)))
+
     def weight_bytes(self) -> float:
         return self.primary.weight_bytes() or sum(op.weight_bytes() for op in self.fallback)
 
     def price(self, db: Database, at: Points) -> Answer:
-        raise NotImplementedError
+        # measured parts win over an estimated whole
+        whole = db.silicon() if db.mode is Mode.HYBRID else db
+        return or_else(
+            lambda p: self.primary.evaluate(whole, p), lambda p: _sum(self.fallback, db, p), at, PerfDataMissing
+        )
+
+
+def _sum(ops: Iterable[Op], db: Database, at: Points) -> Answer:
+    return sum((op.evaluate(db, at) for op in ops), Answer.zero(len(at), Source.EMPIRICAL))
+
+
+def _reads(ops: tuple[Op, ...]) -> Reads:
+    """What a group depends on: what all its members read, or everything where they differ."""
+    kinds = {op.reads for op in ops}
+    return kinds.pop() if len(kinds) == 1 else Reads.SEQUENCE if kinds else Reads.TOKENS
