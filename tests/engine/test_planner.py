@@ -1,0 +1,166 @@
+"""Planner questions against a scalar transcription, and the edges of each."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from perfcast_engine.errors import InvalidField
+from perfcast_engine.planner.capacity import CapacityRequest, Objective, OnInfeasible, capacity
+from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, RankQueue
+from perfcast_engine.planner.queries import decode_itl_s, queue_drain_s
+from perfcast_engine.step import RankWork
+
+from tests.engine import naive_planner
+
+
+class SawTooth:
+    """A synthetic, non-monotone pass-time function with the interface of a PassModel."""
+
+    def rank_ms(self, prompts, tokens, decodes, kv):
+        busy = (tokens > 0) | (decodes > 0)
+        tooth = 1 + 0.3 * ((tokens // 256 + decodes // 7) % 3)
+        return busy * tooth * (2.0 + 0.031 * tokens + 0.6 * prompts + 0.05 * decodes + 1.7e-5 * kv)
+
+    def estimate_work(self, work: RankWork, owner: np.ndarray, count: int) -> np.ndarray:
+        ms = np.zeros(count)
+        parts = (work.prefill_requests, work.prefill_tokens, work.decode_requests, work.decode_kv_tokens)
+        np.maximum.at(ms, owner, self.rank_ms(*parts))
+        return ms
+
+    def tau(self, rows):
+        return max(float(self.rank_ms(*map(np.float64, row))) for row in rows) / 1000
+
+
+MODEL = SawTooth()
+
+
+def random_request(rng: random.Random) -> CapacityRequest:
+    def target(scale):
+        return rng.choice([None, None, rng.random() * scale])
+
+    return CapacityRequest(
+        isl=rng.choice([0, 1, 37, 500, 3000, 20000, rng.randrange(1, 60000)]),
+        osl=rng.choice([0, 1, 2, 150, 1000, rng.randrange(1, 5000)]),
+        ttft_s=target(2.0),
+        itl_s=target(0.2),
+        e2e_s=target(60.0),
+        accept_length=rng.choice([1.0, 0.3, 1.8, math.nan, 3.0]),
+        kv_hit_rate=rng.choice([None, 0.0, 0.5, 0.97, -1.0, math.nan]),
+        objective=rng.choice(list(Objective)),
+        on_infeasible=OnInfeasible.MAX_RPS,
+        legacy_rank_split=rng.random() < 0.3,
+        legacy_single_request=rng.random() < 0.5,
+    )
+
+
+def random_limits(rng: random.Random) -> EngineLimits:
+    return EngineLimits(
+        rng.choice([1, 2, 64, 2048, 8192, 30000]),
+        rng.choice([1, 16, 256, 512, 3000]),
+        rng.choice([1, 5000, 200_000, 2_000_000]),
+        rng.choice([1, 1, 2, 8]),
+    )
+
+
+def test_capacity_equals_its_scalar_transcription_on_2000_random_inputs():
+    rng = random.Random(20261130)
+    answered = 0
+    for _ in range(2000):
+        role, limits, request = rng.choice(list(EngineRole)), random_limits(rng), random_request(rng)
+        wanted = naive_planner.capacity(MODEL.tau, role, limits, request)
+        got = capacity(MODEL, role, limits, request)
+        if wanted is None:
+            assert got is None, (role, limits, request)
+            continue
+        answered += 1
+        batch, values, eligible = wanted
+        assert got is not None, (role, limits, request)
+        if request.objective is Objective.LATENCY and not eligible:
+            continue  # max_rps ranks the infeasible by rate under either objective
+        assert (got.batch_total, got.eligible) == (batch, eligible), (role, limits, request)
+        for name in ("ttft_s", "itl_s", "e2e_s", "rps"):
+            assert getattr(got, name) == pytest.approx(values.get(name), rel=1e-12) if name in values else True
+    assert answered > 800
+
+
+def test_drain_equals_its_scalar_transcription_on_2000_random_inputs():
+    rng = random.Random(7)
+    for _ in range(2000):
+        role, limits = rng.choice(list(EngineRole)), random_limits(rng)
+        ranks = [
+            RankQueue(
+                queued_prefill_requests=rng.randrange(4),
+                queued_prefill_tokens=rng.choice([0, 0, rng.randrange(60000)]),
+                decode_requests=(decodes := rng.randrange(40)),
+                decode_kv_tokens=decodes * rng.randrange(5000),
+            )
+            for _ in range(limits.attention_dp)
+        ]
+        wanted = naive_planner.drain(MODEL.tau, role, limits, ranks)
+        got = queue_drain_s(MODEL, role, limits, ranks)
+        assert (got is None) == (wanted is None)
+        if wanted is not None:
+            assert got == pytest.approx(wanted, rel=1e-12)
+
+
+def test_infeasible_targets_give_the_closest_candidate_and_name_what_it_violates():
+    limits = EngineLimits()
+    request = CapacityRequest(isl=3000, osl=150, itl_s=0.001)
+    closest = capacity(MODEL, EngineRole.DECODE, limits, request)
+    assert closest is not None
+    assert (closest.batch_total, closest.eligible, closest.violated) == (1, False, ("itl_s",))
+    highest = capacity(MODEL, EngineRole.DECODE, limits, replace(request, on_infeasible=OnInfeasible.MAX_RPS))
+    assert highest is not None and highest.batch_total > 100 and not highest.eligible
+    assert capacity(MODEL, EngineRole.DECODE, limits, replace(request, on_infeasible=OnInfeasible.NONE)) is None
+
+
+def test_a_target_on_what_the_role_does_not_produce_makes_it_ineligible():
+    answer = capacity(MODEL, EngineRole.PREFILL, EngineLimits(), CapacityRequest(isl=100, osl=10, itl_s=1.0))
+    assert answer is not None and not answer.eligible and answer.violated == ("itl_s",)
+
+
+def test_lone_decode_on_many_ranks_has_capacity_unless_kv_is_split_as_the_reference_does():
+    limits = EngineLimits(attention_dp=8, max_num_seqs=1)
+    request = CapacityRequest(isl=1000, osl=100)
+    assert capacity(MODEL, EngineRole.DECODE, limits, request) is not None
+    assert capacity(MODEL, EngineRole.DECODE, limits, replace(request, legacy_rank_split=True)) is None
+
+
+def test_decode_itl_adds_the_usual_prefill_only_where_none_is_scheduled():
+    limits = EngineLimits()
+    ranks = [RankQueue(decode_requests=10, decode_kv_tokens=10_000)]
+    alone = decode_itl_s(MODEL, EngineRole.DECODE, limits, ranks, (512.0, 0.5))
+    assert alone == pytest.approx(MODEL.tau([(0, 0, 10, 10_000)]))
+    beside = decode_itl_s(MODEL, EngineRole.AGGREGATED, limits, ranks, (511.2, 0.5))
+    assert beside == pytest.approx(MODEL.tau([(1, 512, 10, 10_000)]))
+    scheduled = [replace(ranks[0], prefill_requests=2, prefill_tokens=64)]
+    assert decode_itl_s(MODEL, EngineRole.AGGREGATED, limits, scheduled, (512.0, 1.0)) == pytest.approx(
+        MODEL.tau([(2, 64, 10, 10_000)])
+    )
+
+
+@pytest.mark.parametrize("ranks", [[], [RankQueue(), RankQueue()]])
+def test_a_wrong_number_of_ranks_is_refused(ranks):
+    with pytest.raises(InvalidField, match="attention-DP ranks"):
+        queue_drain_s(MODEL, EngineRole.PREFILL, EngineLimits(), ranks)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: EngineLimits(max_num_seqs=0),
+        lambda: EngineLimits(max_kv_tokens=2**32),
+        lambda: CapacityRequest(isl=-1, osl=1),
+        lambda: CapacityRequest(isl=1.5, osl=1),
+        lambda: CapacityRequest(isl=1, osl=1, ttft_s=math.nan),
+        lambda: RankQueue(decode_requests=-1),
+    ],
+)
+def test_malformed_questions_name_their_field(build):
+    with pytest.raises(InvalidField) as error:
+        build()
+    assert error.value.details["field"] in str(error.value)
