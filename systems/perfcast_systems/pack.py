@@ -1,0 +1,300 @@
+"""Packs: all measured tables of one (system, backend, version) in one file.
+
+    magic 8 bytes | header length u32 | SHA-256 of the header 32 bytes | header (zstd JSON) | blobs
+
+The header names the identity (system, backend, version, slot), the provenance of every source file, and per table its
+key, names, rows and two blobs: ``body`` (keys, latencies, power) and ``source`` (per row, which file it came from).
+Every blob has a SHA-256 and is decoded on first use. A blob may be coded against the same table of a ``base`` pack: as
+a reference when it is the same, else compressed with the base's blob as dictionary.
+
+Latencies are float64, bit by bit those of the source. Everything is little endian.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from perfcast_systems.coding import Damaged, Reals, Stored, put_body, take_body
+
+MAGIC = b"PFCPACK1"
+SUFFIX = ".pack"
+_PREFIX = struct.Struct("<8sI32s")
+_MAX_HEADER = 1 << 24
+SHADOWED = 0x80
+
+
+class PackError(Exception):
+    """A pack is truncated, damaged, or not what it should be. ``pack`` and ``table`` say where."""
+
+    def __init__(self, message: str, pack: str, table: str = "") -> None:
+        super().__init__(f"{pack}{f' [{table}]' if table else ''}: {message}")
+        self.pack = pack
+        self.table = table
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a pack holds. ``slot`` is current, next or previous."""
+
+    system: str
+    backend: str
+    version: str
+    slot: str
+
+    @property
+    def path(self) -> str:
+        """File name relative to a folder of packs."""
+        return f"{self.system}/{self.backend}-{self.version}{SUFFIX}"
+
+
+@dataclass(frozen=True, slots=True)
+class PackTable:
+    """One decoded table. columns: N rows in narrow unsigned types, sorted lexicographically in ``key`` order; ms
+    (N,) float64; power W (N,) or None; source (N,) index into ``sources``; shadowed (N,) tells rows at whose
+    coordinates another lane was met earlier (attention tables; all False elsewhere); first is the row that was met
+    first (-1 without rows)."""
+
+    name: str
+    key: tuple[str, ...]
+    columns: tuple[Stored, ...]
+    vocab: Mapping[str, tuple[str, ...]]
+    ms: Reals
+    power: Reals | None
+    source: NDArray[np.uint8]
+    shadowed: NDArray[np.bool_]
+    sources: tuple[Mapping[str, Any], ...]
+    first: int
+
+    @property
+    def own(self) -> NDArray[np.bool_]:
+        """Rows of the version's own files."""
+        own = np.array([bool(source["own"]) for source in self.sources], np.bool_)
+        return own[self.source] if len(own) else np.zeros(len(self.ms), np.bool_)
+
+
+class Pack:
+    """An open pack. Opening reads and checks the header only; tables are read, checked and decoded when asked for.
+
+    ``base`` is the pack it is coded against, if any (see ``base_of``). Thread-safe.
+    """
+
+    def __init__(self, path: Path, base: Pack | None = None) -> None:
+        self.path = path
+        self.base = base
+        self._lock = threading.Lock()
+        self._tables: dict[str, PackTable] = {}
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise PackError(f"cannot be read: {error.strerror}", path.name) from error
+        self.digest, self.header, self._start = _read_header(self._file.fileno(), path.name)
+        self.identity = Identity(**self.header["identity"])
+        wanted = self.header["base"]
+        if wanted is not None and (base is None or base.digest != wanted["digest"]):
+            raise PackError(f"is coded against {wanted['path']}, which is missing or of another build", path.name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Tables it holds, tables without rows included."""
+        return tuple(self.header["tables"])
+
+    def sources(self, stem: str) -> list[Mapping[str, Any]]:
+        """Provenance of the files of one stem (``gemm``), in order of precedence."""
+        return [self.header["sources"][index] for index in self.header["files"].get(stem, [])]
+
+    def table(self, name: str) -> PackTable | None:
+        """The decoded table (kept), None if the pack has none of that name. PackError when it is damaged."""
+        entry = self.header["tables"].get(name)
+        if entry is None:
+            return None
+        with self._lock:
+            if name not in self._tables:
+                self._tables[name] = self._decode(name, entry)
+            return self._tables[name]
+
+    def verify(self) -> None:
+        """Read and check every blob; PackError names the first table that fails."""
+        for name, entry in self.header["tables"].items():
+            self._decode(name, entry)
+
+    def raw(self, name: str, part: str) -> bytes:
+        """The uncompressed bytes of one blob (``body`` or ``source``) of a table."""
+        blob = self.header["tables"][name][part]
+        if blob["how"] == "same":
+            return self._base_raw(name, part)
+        data = os.pread(self._file.fileno(), blob["size"], self._start + blob["at"])
+        if len(data) != blob["size"]:
+            raise PackError("the file ends early", self.path.name, name)
+        if hashlib.sha256(data).hexdigest() != blob["sha256"]:
+            raise PackError("checksum mismatch", self.path.name, name)
+        dictionary = _dictionary(self._base_raw(name, part)) if blob["how"] == "patch" else None
+        try:
+            raw = zstandard.ZstdDecompressor(dict_data=dictionary).decompress(data, max_output_size=blob["raw"])
+        except zstandard.ZstdError as error:
+            raise PackError(f"cannot be decompressed: {error}", self.path.name, name) from error
+        if len(raw) != blob["raw"]:
+            raise PackError("unexpected length", self.path.name, name)
+        return raw
+
+    def _base_raw(self, name: str, part: str) -> bytes:
+        assert self.base is not None
+        return self.base.raw(name, part)
+
+    def _decode(self, name: str, entry: Mapping[str, Any]) -> PackTable:
+        columns, ms, power = self._body(name, entry)
+        code = np.frombuffer(self.raw(name, "source"), np.uint8)
+        sources = tuple(self.header["sources"][index] for index in entry["sources"])
+        if len(code) != len(ms) or (len(code) and int((code & ~SHADOWED).max()) >= len(sources)):
+            raise PackError("row sources are inconsistent", self.path.name, name)
+        return PackTable(
+            name=name,
+            key=tuple(entry["key"]),
+            columns=columns,
+            vocab={column: tuple(names) for column, names in entry["vocab"].items()},
+            ms=ms,
+            power=power,
+            source=code & np.uint8(0x7F),
+            shadowed=code >= SHADOWED,
+            sources=sources,
+            first=entry["first"],
+        )
+
+    def _body(self, name: str, entry: Mapping[str, Any]) -> tuple[tuple[Stored, ...], Reals, Reals | None]:
+        if entry["body"]["how"] == "same" and self.base is not None:
+            same = self.base.table(name)
+            assert same is not None
+            return same.columns, same.ms, same.power
+        try:
+            return take_body(self.raw(name, "body"), len(entry["key"]), entry["rows"])
+        except Damaged as error:
+            raise PackError(str(error), self.path.name, name) from error
+
+
+def _read_header(file: int, name: str) -> tuple[str, dict[str, Any], int]:
+    """(digest, header, where the blobs start), checked."""
+    prefix = os.pread(file, _PREFIX.size, 0)
+    if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC[:-1]):
+        raise PackError("is not a pack", name)
+    magic, size, digest = _PREFIX.unpack(prefix)
+    if magic != MAGIC:
+        raise PackError(f"has format {magic[-1:]!r}; this program reads {MAGIC[-1:]!r}", name)
+    data = os.pread(file, min(size, _MAX_HEADER), _PREFIX.size)
+    if len(data) != size:
+        raise PackError("the header ends early", name)
+    if hashlib.sha256(data).digest() != digest:
+        raise PackError("checksum mismatch of the header", name)
+    header: dict[str, Any] = json.loads(zstandard.decompress(data, max_output_size=_MAX_HEADER))
+    return digest.hex(), header, _PREFIX.size + size
+
+
+def _dictionary(raw: bytes) -> zstandard.ZstdCompressionDict:
+    return zstandard.ZstdCompressionDict(raw, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+
+
+def base_of(path: Path) -> str | None:
+    """File name (relative to the folder of packs) of the pack that ``path`` is coded against."""
+    with path.open("rb") as handle:
+        base = _read_header(handle.fileno(), path.name)[1]["base"]
+    return None if base is None else str(base["path"])
+
+
+class PackWriter:
+    """Collects tables and writes one pack. The same tables in the same order give the same bytes."""
+
+    def __init__(self, identity: Identity, base: Pack | None = None) -> None:
+        self.identity = identity
+        self.base = base
+        self._tables: dict[str, dict[str, Any]] = {}
+        self._blobs: list[bytes] = []
+        self._at = 0
+
+    def add(
+        self,
+        name: str,
+        key: Sequence[str],
+        columns: Sequence[NDArray[np.int64]],
+        vocab: Mapping[str, Sequence[str]],
+        ms: Reals,
+        power: Reals | None,
+        source: NDArray[np.uint8],
+        sources: Sequence[int],
+        first: int,
+    ) -> None:
+        """One table; ``source`` per row indexes ``sources``, which index the pack's list of sources."""
+        self._tables[name] = {
+            "key": list(key),
+            "vocab": {column: list(names) for column, names in vocab.items()},
+            "rows": len(ms),
+            "first": first,
+            "sources": list(sources),
+            "body": self._blob(name, "body", put_body(columns, ms, power)),
+            "source": self._blob(name, "source", source.astype(np.uint8).tobytes()),
+        }
+
+    def write(
+        self,
+        folder: Path,
+        sources: Sequence[Mapping[str, Any]],
+        files: Mapping[str, Sequence[int]],
+        problems: Mapping[str, str],
+    ) -> Path:
+        """Write ``folder``/``identity.path`` in one step (no half-written pack is ever visible)."""
+        header = {
+            "identity": {field: getattr(self.identity, field) for field in Identity.__dataclass_fields__},
+            "base": None if self.base is None else {"path": self.base.identity.path, "digest": self.base.digest},
+            "sources": list(sources),
+            "files": dict(files),
+            "problems": dict(problems),
+            "tables": self._tables,
+        }
+        packed = _compress(json.dumps(header, separators=(",", ":")).encode(), None)
+        path = folder / self.identity.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as out:
+            out.write(_PREFIX.pack(MAGIC, len(packed), hashlib.sha256(packed).digest()) + packed)
+            out.writelines(self._blobs)
+        partial.replace(path)
+        return path
+
+    def _blob(self, name: str, part: str, raw: bytes) -> dict[str, Any]:
+        data = _compress(raw, None)
+        how = "zstd"
+        if self.base is not None and name in self.base.names:
+            before = self.base.raw(name, part)
+            if before == raw:
+                return {"how": "same"}
+            patch = _compress(raw, before) if before and raw else data
+            if len(patch) < len(data):
+                data, how = patch, "patch"
+        blob = {
+            "how": how,
+            "at": self._at,
+            "size": len(data),
+            "raw": len(raw),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        self._blobs.append(data)
+        self._at += len(data)
+        return blob
+
+
+def _compress(raw: bytes, against: bytes | None) -> bytes:
+    window = max(len(raw) + len(against or b""), 1024).bit_length()
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        19, source_size=len(raw), window_log=min(max(window, 10), 27), write_content_size=True
+    )
+    dictionary = None if against is None else _dictionary(against)
+    return zstandard.ZstdCompressor(compression_params=parameters, dict_data=dictionary).compress(raw)
