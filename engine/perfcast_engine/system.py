@@ -35,6 +35,7 @@ class SystemSpec:
     inter_rack_bw: float | None = None
     pcie_bw: float | None = None
     p2p_latency_s: float = 0.0
+    inter_rack_latency_s: float | None = None
     nccl_mem: Mapping[int, float] = field(default_factory=dict)  # ranks -> bytes
     other_mem: float = 0.0
     nccl_version: str | None = None

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Stored = NDArray[np.generic]
+Stored = NDArray[Any]
 Reals = NDArray[np.float64]
 
-_WIDTHS = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i8"))
-_RESIDENT = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.int64))
+_WIDTHS = ("<u1", "<u2", "<u4", "<i8")
+_RESIDENT = ("=u1", "=u2", "=u4", "=i8")
 
 
 class Damaged(ValueError):
@@ -43,11 +44,10 @@ class Reader:
         code = self.take(1)[0]
         if code >= len(_WIDTHS):
             raise Damaged("unknown integer width")
-        width = _WIDTHS[code].itemsize
+        width = 1 << code
         planes = np.frombuffer(self.take(n * width), np.uint8).reshape(width, n)
-        if width == 1:
-            return planes[0]
-        return np.ascontiguousarray(planes.T).view(_WIDTHS[code]).reshape(n).astype(_RESIDENT[code], copy=False)
+        stored: Stored = np.ascontiguousarray(planes.T).view(_WIDTHS[code]).reshape(n)
+        return stored.astype(_RESIDENT[code], copy=False)
 
     def reals(self, n: int) -> Reals:
         planes = np.frombuffer(self.take(n * 8), np.uint8).reshape(8, n)
@@ -62,7 +62,7 @@ class Reader:
 
 def put_ints(values: Ints) -> bytes:
     high = int(values.max()) if len(values) else 0
-    code = next(i for i, width in enumerate(_WIDTHS) if high <= np.iinfo(width).max)
+    code = next(i for i, bits in enumerate((8, 16, 32, 63)) if high < 1 << bits)
     return bytes([code]) + _planes(values.astype(_WIDTHS[code]))
 
 

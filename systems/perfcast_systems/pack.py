@@ -32,7 +32,8 @@ MAGIC = b"PFCPACK1"
 SUFFIX = ".pack"
 _PREFIX = struct.Struct("<8sI32s")
 _MAX_HEADER = 1 << 24
-SHADOWED = 0x80
+SHADOWED = 0x80  # bit of a row source: another lane was met earlier at the same coordinates
+MASK = np.uint8(0x7F)
 
 
 class PackError(Exception):
@@ -156,7 +157,7 @@ class Pack:
         columns, ms, power = self._body(name, entry)
         code = np.frombuffer(self.raw(name, "source"), np.uint8)
         sources = tuple(self.header["sources"][index] for index in entry["sources"])
-        if len(code) != len(ms) or (len(code) and int((code & ~SHADOWED).max()) >= len(sources)):
+        if len(code) != len(ms) or (len(code) and int((code & MASK).max()) >= len(sources)):
             raise PackError("row sources are inconsistent", self.path.name, name)
         return PackTable(
             name=name,
@@ -165,7 +166,7 @@ class Pack:
             vocab={column: tuple(names) for column, names in entry["vocab"].items()},
             ms=ms,
             power=power,
-            source=code & np.uint8(0x7F),
+            source=code & MASK,
             shadowed=code >= SHADOWED,
             sources=sources,
             first=entry["first"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,25 @@ from perfcast_engine.interp.grid import Grid
 
 Key = str | int
 Column = NDArray[np.int64]
+
+
+class Narrow(Sequence[Column]):
+    """Key columns resident in the narrowest unsigned type that holds them; reading one gives int64."""
+
+    def __init__(self, stored: Sequence[NDArray[Any]]) -> None:
+        self.stored = tuple(stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    @overload
+    def __getitem__(self, index: int) -> Column: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Column]: ...
+    def __getitem__(self, index: int | slice) -> Column | list[Column]:
+        if isinstance(index, slice):
+            return [column.astype(np.int64) for column in self.stored[index]]
+        return self.stored[index].astype(np.int64)
 
 
 @dataclass(slots=True)
@@ -26,7 +46,7 @@ class Table:
 
     name: str
     key: tuple[str, ...]
-    columns: tuple[Column, ...]
+    columns: Sequence[Column]
     vocab: Mapping[str, Sequence[str]]
     ms: F64
     power: F64 | None = None
@@ -50,11 +70,11 @@ class Table:
     def rows(self, *prefix: Key) -> slice | None:
         """The contiguous rows whose leading key columns equal ``prefix``; None if there are none."""
         lo, hi = 0, len(self.ms)
-        for column, values, value in zip(self.key, self.columns, prefix, strict=False):
+        for column, values, value in zip(self.key, self._stored(), prefix, strict=False):
             code = self.code(column, value)
-            if code is None:
+            if code is None or not 0 <= code <= np.iinfo(values.dtype).max:
                 return None
-            part = values[lo:hi]
+            part, code = values[lo:hi], values.dtype.type(code)
             lo, hi = lo + int(np.searchsorted(part, code)), lo + int(np.searchsorted(part, code, "right"))
             if lo == hi:
                 return None
@@ -76,7 +96,7 @@ class Table:
         if rows is None:
             return []
         column = self.key[len(prefix)]
-        return [self.value(column, code) for code in np.unique(self.columns[len(prefix)][rows])]
+        return [self.value(column, code) for code in np.unique(self._stored()[len(prefix)][rows])]
 
     def grid(self, *prefix: Key) -> Grid | None:
         """The nested grid over the key columns that follow ``prefix`` (kept); None if no row has that prefix."""
@@ -86,9 +106,12 @@ class Table:
                 None
                 if rows is None
                 else Grid.of(
-                    [column[rows] for column in self.columns[len(prefix) :]],
+                    [column[rows].astype(np.int64) for column in self._stored()[len(prefix) :]],
                     self.ms[rows],
                     None if self.power is None else self.power[rows],
                 )
             )
         return self._grids[prefix]
+
+    def _stored(self) -> Sequence[NDArray[Any]]:
+        return self.columns.stored if isinstance(self.columns, Narrow) else self.columns

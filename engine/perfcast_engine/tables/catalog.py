@@ -1,0 +1,279 @@
+"""What can be queried: systems, backends, versions and their packs, of the embedded data and of roots of the user."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from perfcast_systems import ROOT
+from perfcast_systems.pack import SUFFIX, Pack, PackError, PackTable, base_of
+
+from perfcast_engine.answer import Mask, Tier
+from perfcast_engine.errors import DataCorrupt, EngineError, InvalidField, PerfDataMissing, Reason, UnknownName
+from perfcast_engine.system import SystemSpec
+from perfcast_engine.tables.database import AGGRESSIVE, Database, Mode
+from perfcast_engine.tables.specs import read_spec
+from perfcast_engine.tables.table import Narrow, Table
+
+BACKENDS = ("trtllm", "sglang", "vllm")
+SLOTS = ("current", "next", "previous")
+
+
+class PackSource:
+    """The tables of a pack as the engine reads them: all rows, or the version's own. Thread-safe; tables are kept."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.pack = pack
+        self._lock = threading.Lock()
+        self._tables: dict[tuple[str, bool], Table | None] = {}
+
+    def table(self, name: str, shared: bool) -> Table | None:
+        with self._lock:
+            if (name, shared) not in self._tables:
+                self._load(name)
+            return self._tables[name, shared]
+
+    def _load(self, name: str) -> None:
+        try:
+            packed = self.pack.table(name)
+        except PackError as error:
+            raise _corrupt(error) from error
+        rows = 0 if packed is None else len(packed.ms)
+        every = None if packed is None or not rows else _table(packed, np.ones(rows, np.bool_))
+        own = every
+        if packed is not None and not packed.own.all():
+            own = _table(packed, packed.own) if packed.own.any() else None
+        self._tables[name, True], self._tables[name, False] = every, own
+
+
+class NoTables:
+    """The source of a database without measurements: only SOL answers."""
+
+    def table(self, name: str, shared: bool) -> Table | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PackInfo:
+    """One pack of the catalog. ``problem`` tells why it cannot be used; its slot, rows and tables are empty then."""
+
+    system: str
+    backend: str
+    version: str
+    slot: str
+    path: Path
+    bytes: int
+    tables: int = 0
+    rows: int = 0
+    problem: EngineError | None = None
+
+
+@dataclass(slots=True)
+class Catalog:
+    """Systems and measured tables of the embedded data, added to or overridden by ``roots`` (the first one wins).
+
+    A root is a folder with ``gpus/<system>.yaml`` and/or ``<system>/<backend>-<version>.pack`` (also below ``packs/``).
+    A damaged file spoils only what it holds: asking for that raises DataCorrupt (or InvalidField for a bad figure).
+    Thread-safe.
+    """
+
+    roots: Sequence[Path] = ()
+    _specs: dict[str, SystemSpec | EngineError] = field(init=False, default_factory=dict, repr=False)
+    _packs: dict[tuple[str, str, str], PackInfo] = field(init=False, default_factory=dict, repr=False)
+    _open: dict[Path, Pack] = field(init=False, default_factory=dict, repr=False)
+    _databases: dict[object, Database] = field(init=False, default_factory=dict, repr=False)
+    _sources: dict[Path, PackSource] = field(init=False, default_factory=dict, repr=False)
+    _lock: threading.RLock = field(init=False, default_factory=threading.RLock, repr=False)
+
+    def __post_init__(self) -> None:
+        for root in (*map(Path, self.roots), ROOT):
+            if not root.is_dir():
+                raise InvalidField("data", f"{root} is not a folder", why="path")
+            for path in sorted(root.glob("gpus/*.yaml")):
+                if path.stem not in self._specs:
+                    self._specs[path.stem] = _spec(path)
+            for path in sorted((*root.glob(f"*/*{SUFFIX}"), *root.glob(f"packs/*/*{SUFFIX}"))):
+                info = self._inspect(path)
+                self._packs.setdefault((info.system, info.backend, info.version), info)
+
+    def systems(self) -> list[str]:
+        """Names of all systems, those with measured tables first."""
+        measured = {system for system, _, _ in self._packs}
+        return sorted(self._specs, key=lambda name: (name not in measured, name))
+
+    def system(self, name: str) -> SystemSpec:
+        """UnknownName for an unknown system; DataCorrupt or InvalidField when its description is bad."""
+        spec = self._specs.get(name)
+        if spec is None:
+            raise UnknownName("system", name, self._specs, Reason.UNKNOWN_SYSTEM)
+        if isinstance(spec, EngineError):
+            raise spec
+        return spec
+
+    def backends(self, system: str) -> list[str]:
+        """Backends that have measured tables on the system; none for a system that is only described."""
+        self.system(system)
+        found = {info.backend for info in self._packs.values() if info.system == system}
+        return [name for name in BACKENDS if name in found]
+
+    def slots(self, system: str, backend: str) -> dict[str, str]:
+        """Slot name -> version, of ``current``, ``next`` and ``previous`` as far as they exist."""
+        self._check(system, backend)
+        found: dict[str, str] = {}
+        for info in self._of(system, backend):
+            if info.problem is None:
+                found.setdefault(info.slot, info.version)
+        return {slot: found[slot] for slot in SLOTS if slot in found}
+
+    def resolve_version(self, system: str, backend: str, request: str = "current", allow_unlisted: bool = False) -> str:
+        """The literal version of a slot name or literal. A literal must be a listed one, unless ``allow_unlisted`` or
+        the system has no measured tables of the backend."""
+        slots = self.slots(system, backend)
+        broken = [info.problem for info in self._of(system, backend) if info.problem is not None]
+        if not request:
+            raise InvalidField("version", "is empty; give a version or current", why="empty")
+        if request in slots:
+            return slots[request]
+        listed = {info.version for info in self._of(system, backend)}
+        if request in listed or (request not in SLOTS and (allow_unlisted or not listed)):
+            return request
+        if broken and request in SLOTS:
+            raise broken[0]
+        raise UnknownName("version", request, [*listed, *slots], Reason.UNKNOWN_VERSION)
+
+    def database(
+        self,
+        system: str,
+        backend: str,
+        version: str = "current",
+        mode: Mode | str = Mode.SILICON,
+        policy: frozenset[Tier] = AGGRESSIVE,
+        allow_unlisted: bool = False,
+    ) -> Database:
+        """The database of one (system, backend, version) in one mode; the same object for the same arguments.
+
+        Without a pack only SOL can be opened (PerfDataMissing otherwise), except for a version that
+        ``allow_unlisted`` admits on a backend with other packs: its tables are all absent.
+        """
+        spec = self.system(system)
+        literal = self.resolve_version(system, backend, version, allow_unlisted)
+        chosen = _mode(mode)
+        info = self._packs.get((system, backend, literal))
+        if info is None:
+            if chosen is not Mode.SOL and not self._of(system, backend):
+                raise PerfDataMissing(
+                    f"no measured tables for {backend} on {system}",
+                    system=system,
+                    backend=backend,
+                    version=literal,
+                    mode_that_works=Mode.SOL.value,
+                )
+            return Database(spec, backend, literal, NoTables(), chosen, policy)
+        if info.problem is not None:
+            raise info.problem
+        key = (system, backend, literal, chosen, policy)
+        with self._lock:
+            if key not in self._databases:
+                self._databases[key] = Database(spec, backend, literal, self._source(info.path), chosen, policy)
+            return self._databases[key]
+
+    def pack(self, system: str, backend: str, version: str = "current") -> Pack:
+        """The pack itself, for provenance; PerfDataMissing when there is none."""
+        literal = self.resolve_version(system, backend, version)
+        info = self._packs.get((system, backend, literal))
+        if info is None:
+            raise PerfDataMissing(f"no measured tables for {backend} {literal} on {system}", system=system)
+        if info.problem is not None:
+            raise info.problem
+        return self._opened(info.path)
+
+    def ls(self) -> list[PackInfo]:
+        """All packs, by system, backend and version."""
+        return [self._packs[key] for key in sorted(self._packs)]
+
+    def verify(self) -> list[EngineError]:
+        """Read and check everything: the problems found, none when all is well."""
+        problems = [spec for spec in self._specs.values() if isinstance(spec, EngineError)]
+        for info in self.ls():
+            if info.problem is not None:
+                problems.append(info.problem)
+                continue
+            try:
+                self._opened(info.path).verify()
+            except PackError as error:
+                problems.append(_corrupt(error))
+        return problems
+
+    def _check(self, system: str, backend: str) -> None:
+        self.system(system)
+        if backend not in BACKENDS:
+            raise UnknownName("backend", backend, BACKENDS, Reason.INVALID_FIELD)
+
+    def _of(self, system: str, backend: str) -> list[PackInfo]:
+        return [info for info in self._packs.values() if (info.system, info.backend) == (system, backend)]
+
+    def _inspect(self, path: Path) -> PackInfo:
+        system, (backend, _, version) = path.parent.name, path.stem.partition("-")
+        size = path.stat().st_size
+        try:
+            pack = self._opened(path)
+            identity = pack.identity
+            if (identity.system, identity.backend, identity.version) != (system, backend, version):
+                raise PackError(f"holds {identity.path}", f"{system}/{path.name}")
+        except PackError as error:
+            return PackInfo(system, backend, version, "", path, size, problem=_corrupt(error))
+        tables: Mapping[str, Mapping[str, int]] = pack.header["tables"]
+        rows = sum(table["rows"] for table in tables.values())
+        return PackInfo(system, backend, version, identity.slot, path, size, len(tables), rows)
+
+    def _opened(self, path: Path) -> Pack:
+        with self._lock:
+            if path not in self._open:
+                base = base_of(path)
+                self._open[path] = Pack(path, None if base is None else self._opened(path.parents[1] / base))
+            return self._open[path]
+
+    def _source(self, path: Path) -> PackSource:
+        with self._lock:
+            if path not in self._sources:
+                self._sources[path] = PackSource(self._opened(path))
+            return self._sources[path]
+
+
+def _mode(mode: Mode | str) -> Mode:
+    try:
+        return Mode(mode)
+    except ValueError:
+        known = ", ".join(entry.value for entry in Mode)
+        raise InvalidField("database_mode", f"unknown mode {mode!r}; one of {known}", why="mode") from None
+
+
+def _spec(path: Path) -> SystemSpec | EngineError:
+    try:
+        return read_spec(path)
+    except EngineError as error:
+        return error
+
+
+def _corrupt(error: PackError) -> DataCorrupt:
+    return DataCorrupt(str(error), pack=error.pack, **({"table": error.table} if error.table else {}))
+
+
+def _table(packed: PackTable, rows: Mask) -> Table:
+    def taken(column: NDArray[Any]) -> NDArray[Any]:
+        return column if rows.all() else column[rows]
+
+    return Table(
+        name=packed.name,
+        key=packed.key,
+        columns=Narrow([taken(column) for column in packed.columns]),
+        vocab=packed.vocab,
+        ms=taken(packed.ms),
+        power=None if packed.power is None else taken(packed.power),
+        own=taken(packed.own),
+    )

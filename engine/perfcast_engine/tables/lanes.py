@@ -1,0 +1,124 @@
+"""In which order a model tries the kernels (lanes) of an attention table (spec/01 7.2, spec/05 section 11)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import yaml
+from perfcast_systems import ROOT
+
+from perfcast_engine.errors import UnsupportedCombination
+from perfcast_engine.tables.database import Database
+from perfcast_engine.tables.table import Table
+
+DEFAULT = "default"
+KNOWN = ("fa3", "fla", "flashinfer", "triton", "trtllm_mha")
+# What a user may ask for (attention_backend), per serving backend, and the lanes that it stands for.
+OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "sglang": {name: (name,) for name in KNOWN},
+    "vllm": {
+        "triton": ("vllm_triton_attn",),
+        "flashinfer": ("vllm_flashinfer_trtllmprefill", "vllm_flashinfer_trtllmdecode", "vllm_flashinfer"),
+    },
+}
+# Key columns that tell a slice, per table; the rest are its coordinates.
+SLICE = ("attn_dtype", "kv_cache_dtype", "kvn", "head_dim", "window_size")
+
+Density = dict[str, tuple[int, int]]  # lane -> (slices, rows)
+
+
+def lane_order(db: Database, table: str, override: str | None = None) -> tuple[str, ...]:
+    """Lanes of ``context_attention`` or ``generation_attention`` in the order in which a query tries them.
+
+    UnsupportedCombination when ``override`` names no kernel of the backend, or one without rows in the table.
+    """
+    every, own = densities(db, table)
+    pinned = list(_override(db.backend, table, override, every))
+    framework = _framework_default(db.backend, db.version, db.system.sm_version)
+    if not pinned and framework is None:
+        return (DEFAULT,)
+    if framework is not None and framework != DEFAULT and framework not in pinned:
+        pinned.append(framework)
+    if not every:
+        return (*pinned, *(lane for lane in KNOWN if lane not in pinned), DEFAULT)
+    merged = _ranked(every, pinned)
+    first = [lane for lane in _ranked(own, pinned) if lane in own and lane not in pinned]
+    return (*pinned, *first, *(lane for lane in merged if lane not in pinned and lane not in first))
+
+
+def densities(db: Database, table: str) -> tuple[Density, Density]:
+    """(slices, rows) of each lane of the table: with the rows that other versions lend, and of the own rows alone."""
+    return _density(db.source.table(table, True)), _density(db.source.table(table, False))
+
+
+def _density(table: Table | None) -> Density:
+    if table is None:
+        return {}
+    depth = [name for name in table.key if name in SLICE]
+    found = {}
+    for lane in table.children():
+        rows = table.rows(lane)
+        assert rows is not None
+        slices = np.stack([table.columns[table.key.index(name)][rows] for name in depth])
+        changes = (np.diff(slices, axis=1) != 0).any(axis=0)
+        found[str(lane)] = (1 + int(changes.sum()), rows.stop - rows.start)
+    return found
+
+
+def _ranked(density: Density, pinned: Iterable[str]) -> list[str]:
+    """Known lanes, ``default``, other lanes; known and others by most slices, most rows, name."""
+
+    def rank(lane: str) -> tuple[int, int, str]:
+        slices, rows = density.get(lane, (0, 0))
+        return -slices, -rows, lane
+
+    known = sorted((lane for lane in KNOWN if lane not in pinned), key=rank)
+    others = sorted((lane for lane in density if lane not in KNOWN and lane != DEFAULT), key=rank)
+    return [*known, DEFAULT, *others]
+
+
+def _override(backend: str, table: str, override: str | None, every: Density) -> tuple[str, ...]:
+    if override is None or override == DEFAULT:
+        return ()
+    known = OVERRIDES.get(backend, {})
+    if override not in known:
+        raise UnsupportedCombination(
+            "attention_backend",
+            f"{backend} has no attention kernel {override!r}; one of {', '.join((DEFAULT, *known))}",
+            why="attention_backend",
+        )
+    if not any(lane in every for lane in known[override]):
+        raise UnsupportedCombination(
+            "attention_backend", f"{override!r} was not measured for {table}", why="attention_backend", table=table
+        )
+    return known[override]
+
+
+def _framework_default(backend: str, version: str, sm_version: int | None) -> str | None:
+    """The lane a framework takes by itself: of the newest listed version not above ``version``; None if unlisted."""
+    listed = [(_dotted(floor), lanes) for floor, lanes in _defaults().get(backend, {}).items()]
+    reached = [entry for entry in listed if entry[0] <= _dotted(version)]
+    if not reached:
+        return None
+    lane: str | None = max(reached, key=lambda entry: entry[0])[1].get(sm_version or -1)
+    return lane
+
+
+def _dotted(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split("."):
+        digits = re.match(r"\d+", part)
+        if digits is None:
+            break
+        numbers.append(int(digits.group()))
+    return tuple(numbers)
+
+
+@cache
+def _defaults() -> Mapping[str, Mapping[str, Mapping[int, str]]]:
+    content: dict[str, Any] = yaml.safe_load((ROOT / "lanes.yaml").read_text())
+    return content
