@@ -1,0 +1,66 @@
+"""Nearest samples, by comparison and by pruning (spec/02 sections 3.1, 9.1)."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from perfcast_engine.interp import nearest as module
+from perfcast_engine.interp.nearest import nearest
+from perfcast_engine.interp.util import LogSpace, UtilGrid
+
+
+def by_hand(samples, query, count):
+    distance = np.sqrt(((samples - query) ** 2).sum(axis=1))
+    return np.argsort(distance, kind="stable")[:count]
+
+
+def test_ties_go_to_the_earlier_sample():
+    samples = np.array([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
+    index, distance = nearest(samples, np.zeros((1, 2)), 3)
+    assert index.tolist() == [[0, 1, 2]]
+    assert distance.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_fewer_samples_than_asked():
+    assert nearest(np.array([[0.0], [5.0]]), np.array([[4.0]]), 5)[0].tolist() == [[1, 0]]
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_pruning_finds_what_comparison_finds(axes, count, seed):
+    rng = np.random.default_rng(seed)
+    samples = rng.integers(0, 5, (150, axes)) / 4.0  # a lattice, so that ties abound
+    queries = rng.integers(-2, 12, (200, axes)) / 8.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "DIRECT_CELLS", 0)
+        index, _ = nearest(samples, queries, count)
+    expected = [by_hand(samples, query, count) for query in queries]
+    np.testing.assert_array_equal(index, expected)
+
+
+class TestUtilGrid:
+    GRID = UtilGrid.of((np.array([1.0, 10.0, 100.0]),), np.array([2.0, 4.0, 0.0]), np.array([1.0, 1.0, 1.0]))
+
+    def ask(self, *x):
+        return self.GRID.at((np.array(x, float),)).tolist()
+
+    def test_a_sample_is_itself(self):
+        assert self.ask(1, 10) == [0.5, 0.25]
+
+    def test_two_nearest_by_inverse_distance_in_log_space(self):
+        assert self.ask(10**0.25)[0] == pytest.approx((0.5 / 0.25 + 0.25 / 0.75) / (1 / 0.25 + 1 / 0.75))
+
+    def test_outside_counts_as_the_edge_and_unusable_samples_do_not_exist(self):
+        assert self.ask(0, 1000) == [0.5, 0.25]
+
+    def test_no_usable_sample_is_no_grid(self):
+        assert UtilGrid.of((np.array([1.0]),), np.array([0.0]), np.array([1.0])) is None
+
+    def test_one_sample_answers_everywhere(self):
+        one = UtilGrid.of((np.array([4.0]), np.array([4.0])), np.array([2.0]), np.array([1.0]))
+        assert one.at((np.array([1.0, 9.0]), np.array([4.0, 2.0]))).tolist() == [0.5, 0.5]
+
+
+def test_unclipped_space_tells_points_outside_apart():
+    space = LogSpace.of((np.array([1.0, 100.0]), np.array([1.0, 1.0])))
+    assert space.nearest((np.array([1e6]), np.array([1.0])), 1, clip=False)[1][0, 0] == pytest.approx(2.0)
+    assert space.nearest((np.array([1e6]), np.array([1.0])), 1, clip=True)[1][0, 0] == 0.0
