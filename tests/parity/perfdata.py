@@ -212,7 +212,9 @@ def _keys(table: PackTable, loaded: Table, view: View) -> list[tuple[str, ...]]:
 
     parts = []
     for part in view.key or [column for column in table.key if column != "lane"]:
-        parts.append(text(part) if isinstance(part, str) else ["|".join(row) for row in zip(*map(text, part))])
+        parts.append(
+            text(part) if isinstance(part, str) else ["|".join(row) for row in zip(*map(text, part), strict=True)]
+        )
     keys = list(zip(*parts, strict=True))
     if view.without_length is not None:
         keys = [key[:-1] if key[1] in view.without_length else key for key in keys]
@@ -222,11 +224,11 @@ def _keys(table: PackTable, loaded: Table, view: View) -> list[tuple[str, ...]]:
 def _first(table: PackTable, loaded: Table, keys: list[Any], view: View, shared: bool) -> list[str] | None:
     """The key that the first source of the view's files begins with."""
     position = np.arange(len(table.ms)) if shared else np.cumsum(table.own) - 1
-    for stem in view.files[:1] if view.factor != 1.0 else view.files:
+    for stem in view.files:
         for index, source in enumerate(table.sources):
-            if source["path"].endswith(f"/{stem}_perf.parquet") and table.first[index] >= 0:
-                if shared or source["own"]:
-                    return list(keys[position[table.first[index]]])
+            fits = source["path"].endswith(f"/{stem}_perf.parquet") and (shared or source["own"])
+            if fits and table.first[index] >= 0:
+                return list(keys[position[table.first[index]]])
     return None
 
 
