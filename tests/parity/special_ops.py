@@ -1,4 +1,4 @@
-"""Golden vectors of the mixture-of-experts and latent attention operators (spec/03 section 17)."""
+"""Golden vectors of the sparse, linear and other special operators (spec/04 section 13)."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from tests.parity.op_json import answered
 
 
 def evaluate(case: dict[str, Any]) -> dict[str, Any]:
-    return answered(case, case["query"])
+    return answered(case, case)
