@@ -64,8 +64,8 @@ class Identity:
 class PackTable:
     """One decoded table. columns: N rows in narrow unsigned types, sorted lexicographically in ``key`` order; ms
     (N,) float64; power W (N,) or None; source (N,) index into ``sources``; shadowed (N,) tells rows at whose
-    coordinates another lane was met earlier (attention tables; all False elsewhere); first is the row that was met
-    first (-1 without rows)."""
+    coordinates another lane was met earlier (attention tables; all False elsewhere); first is, per source, the row
+    with the key that the source begins with (-1 without rows)."""
 
     name: str
     key: tuple[str, ...]
@@ -76,7 +76,7 @@ class PackTable:
     source: NDArray[np.uint8]
     shadowed: NDArray[np.bool_]
     sources: tuple[Mapping[str, Any], ...]
-    first: int
+    first: tuple[int, ...]
 
     @property
     def own(self) -> NDArray[np.bool_]:
@@ -169,7 +169,7 @@ class Pack:
             source=code & MASK,
             shadowed=code >= SHADOWED,
             sources=sources,
-            first=entry["first"],
+            first=tuple(entry["first"]),
         )
 
     def _body(self, name: str, entry: Mapping[str, Any]) -> tuple[tuple[Stored, ...], Reals, Reals | None]:
@@ -231,14 +231,14 @@ class PackWriter:
         power: Reals | None,
         source: NDArray[np.uint8],
         sources: Sequence[int],
-        first: int,
+        first: Sequence[int],
     ) -> None:
         """One table; ``source`` per row indexes ``sources``, which index the pack's list of sources."""
         self._tables[name] = {
             "key": list(key),
             "vocab": {column: list(names) for column, names in vocab.items()},
             "rows": len(ms),
-            "first": first,
+            "first": list(first),
             "sources": list(sources),
             "body": self._blob(name, "body", put_body(columns, ms, power)),
             "source": self._blob(name, "source", source.astype(np.uint8).tobytes()),

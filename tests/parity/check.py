@@ -54,6 +54,7 @@ REASONS: dict[str, set[Reason]] = {
     "InsufficientMemoryError": {Reason.OUT_OF_MEMORY},
     "KVCacheCapacityError": {Reason.OUT_OF_MEMORY},
     "RuntimeError": {Reason.OUT_OF_MEMORY, Reason.PERF_DATA_MISSING},
+    "not_found": {Reason.UNKNOWN_SYSTEM, Reason.UNKNOWN_VERSION, Reason.INVALID_FIELD, Reason.PERF_DATA_MISSING},
 }
 
 

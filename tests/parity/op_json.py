@@ -21,9 +21,16 @@ from perfcast_engine.ops.gdn import Gdn
 from perfcast_engine.ops.gemm import Gemm
 from perfcast_engine.ops.kda import Kda
 from perfcast_engine.ops.mamba2 import Mamba2
+from perfcast_engine.ops.megamoe import MegaMoe
 from perfcast_engine.ops.memory_bound import Elementwise, Embedding
 from perfcast_engine.ops.mhc import Mhc
+from perfcast_engine.ops.mla import ContextMla, ContextMlaModule, GenerationMla, GenerationMlaModule, MlaBmm
+from perfcast_engine.ops.moe import Moe
+from perfcast_engine.ops.moe_a2a import MoeAllToAll
+from perfcast_engine.ops.moe_dispatch import MoeDispatch
+from perfcast_engine.ops.moe_experts import MoeExperts
 from perfcast_engine.ops.msa import MsaContext, MsaGeneration
+from perfcast_engine.ops.wideep_mla import WideEpContextMla, WideEpGenerationMla
 from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import TRANSFER_PRESETS, Database, Mode
 
@@ -38,18 +45,36 @@ _HEADS = {
     "kv_cache_dtype": "kv_quant",
     "lane_order": "lanes",
 }
-_MODULE = {
+_EXPERTS = {
+    "hidden_size": "hidden",
+    "inter_size": "inter",
+    "num_experts": "experts",
+    "moe_tp_size": "moe_tp",
+    "moe_ep_size": "moe_ep",
+    "attention_dp_size": "attn_dp",
+    "quant_mode": "quant",
+    "workload_distribution": "distribution",
+}
+_LATENT = {
+    "num_heads": "heads",
+    "native_num_heads": "native_heads",
+    "kv_cache_dtype": "kv_quant",
+    "fmha_quant_mode": "fmha_quant",
+    "gemm_quant_mode": "gemm_quant",
+    "cp_size": "cp",
+}
+_SPARSE = {
     "num_heads": "heads",
     "kv_cache_dtype": "kv_quant",
     "fmha_quant_mode": "fmha_quant",
     "gemm_quant_mode": "gemm_quant",
     "cp_size": "cp",
 }
-_DSA = {**_MODULE, "full_frac": "full_fraction", "attn_projection_quant_modes": "projection_quants"}
+_DSA = {**_SPARSE, "full_frac": "full_fraction", "attn_projection_quant_modes": "projection_quants"}
 _SIZES = {"hidden_size": "hidden", "index_n_heads": "index_heads"}
-_DSV4 = {**_MODULE, **_SIZES, "attn_kind": "kind", "tp_size": "tp", "window_size": "window"}
+_DSV4 = {**_SPARSE, **_SIZES, "attn_kind": "kind", "tp_size": "tp", "window_size": "window"}
 _MSA = {
-    **_MODULE,
+    **_SPARSE,
     **_SIZES,
     "num_kv_heads": "kv_heads",
     "dsa_architecture": "donor_architecture",
@@ -73,6 +98,41 @@ VARIANTS: dict[str, tuple[type[Op], dict[str, str]]] = {
     "CustomAllReduce": (AllReduce, {"hidden_size": "hidden", "tp_size": "gpus"}),
     "Nccl": (Nccl, {"hidden_size": "elements_per_token", "num_gpus": "gpus", "dtype": "quant"}),
     "P2P": (P2P, {"hidden_size": "hidden", "pp_size": "pp"}),
+    "Moe": (Moe, {**_EXPERTS, "is_gated": "gated", "enable_eplb": "eplb"}),
+    "MoeDispatch": (
+        MoeDispatch,
+        {
+            **_EXPERTS,
+            **_TOKENS,
+            "moe_quant": "quant",
+            "attn_cp_size": "attn_cp",
+            "pre_dispatch": "pre",
+            "comm_quant": "",
+        },
+    ),
+    "MoeAllToAll": (MoeAllToAll, {**_EXPERTS, "node_num": "nodes", "attention_tp_size": "attn_tp"}),
+    "MoeExpertCompute": (
+        MoeExperts,
+        {
+            **_EXPERTS,
+            "inference_phase": "phase",
+            "num_slots": "slots",
+            "kernel_source": "kernel",
+            "is_gated": "gated",
+            "enable_eplb": "eplb",
+        },
+    ),
+    "Dsv4MegaMoe": (
+        MegaMoe,
+        {**_EXPERTS, "num_fused_shared_experts": "fused_shared_experts", "kernel_source": "kernel"},
+    ),
+    "ContextMla": (ContextMla, _LATENT),
+    "GenerationMla": (GenerationMla, _LATENT),
+    "MlaBmm": (MlaBmm, {"num_heads": "heads", "quant_mode": "quant"}),
+    "MlaModuleContext": (ContextMlaModule, _LATENT),
+    "MlaModuleGeneration": (GenerationMlaModule, _LATENT),
+    "WideEpContextMla": (WideEpContextMla, _LATENT),
+    "WideEpGenerationMla": (WideEpGenerationMla, _LATENT),
     "DsaContext": (DsaContext, _DSA),
     "DsaGeneration": (DsaGeneration, {**_DSA, "cp_size": ""}),
     "Dsv4Context": (Dsv4Context, _DSV4),

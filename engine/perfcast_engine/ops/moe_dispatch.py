@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
-from perfcast_engine.answer import Answer, Points
-from perfcast_engine.ops.base import Op
+from perfcast_engine.answer import Answer, Points, Source, total
+from perfcast_engine.errors import InvalidField, UnsupportedCombination
+from perfcast_engine.ops.base import Op, require
+from perfcast_engine.ops.collective import AllReduce, Nccl
+from perfcast_engine.quant import MOE, mode
+from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
+
+TRTLLM_FLAVOR, RETIRED_FLAVOR = "TrtllmAlltoall", "RetiredDeepEp"
+PACKED = {"nvfp4": 0.25 + 0.03125, "fp8": 0.5, "fp8_block": 0.5}  # size on the wire relative to half precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,5 +39,100 @@ class MoeDispatch(Op):
     token_div: int = 1
     attn_ar_modeled: bool = False
 
+    def __post_init__(self) -> None:
+        require(self, hidden=0, topk=0, experts=0, moe_tp=0, moe_ep=0, attn_dp=0, attn_cp=0)
+        mode(MOE, self.quant, "quant")
+        if self.backend not in RULES:
+            raise InvalidField("backend", f"unknown backend {self.backend!r}; one of {', '.join(RULES)}", why="enum")
+
+    @property
+    def ranks(self) -> int:
+        return max(self.moe_tp * self.moe_ep, 1)
+
+    @property
+    def dp(self) -> int:
+        return max(self.attn_dp, 1)
+
+    @property
+    def attn_tp(self) -> int:
+        return max(self.moe_tp * self.moe_ep // self.dp, 1)
+
     def price(self, db: Database, at: Points) -> Answer:
-        raise NotImplementedError
+        if self.flavor == RETIRED_FLAVOR:
+            raise UnsupportedCombination("flavor", f"the fused path of {self.flavor} is retired", why="moe_backend")
+        rule = next((rule for rule in RULES[self.backend] if rule.applies(self, db.system)), NOTHING)
+        steps = rule.pre if self.pre else rule.post
+        return total((step.price(self, db, at) for step in steps), len(at)).tagged(Source.SILICON)
+
+
+class Step(NamedTuple):
+    """One collective over all ranks of the experts, or the ``attn_tp`` ranks of one attention group; ``pooled`` moves
+    the tokens of all attention-DP ranks, ``packed`` in the experts' own precision."""
+
+    operation: str
+    attn_group: bool = False
+    pooled: bool = False
+    packed: bool = False
+
+    def price(self, op: MoeDispatch, db: Database, at: Points) -> Answer:
+        gpus = op.attn_tp if self.attn_group else op.ranks
+        if self.operation == "all_reduce":
+            return AllReduce(name=op.name, hidden=op.hidden, gpus=gpus).price(db, at)
+        elements = op.hidden * (PACKED.get(op.quant, 1.0) if self.packed else 1.0)
+        moved = at.with_(x=at.x * op.dp) if self.pooled else at
+        return Nccl(name=op.name, operation=self.operation, elements_per_token=elements, gpus=gpus).price(db, moved)
+
+
+class Rule(NamedTuple):
+    """When it holds, and what is exchanged before and after the experts; the first rule of a framework that holds."""
+
+    applies: Callable[[MoeDispatch, SystemSpec], bool]
+    pre: tuple[Step, ...] = ()
+    post: tuple[Step, ...] = ()
+
+
+REDUCE = Step("all_reduce")
+GATHER, SCATTER = Step("all_gather"), Step("reduce_scatter")
+GATHER_POOL, SCATTER_POOL = Step("all_gather", pooled=True), Step("reduce_scatter", pooled=True)
+GATHER_PACKED = Step("all_gather", pooled=True, packed=True)
+GATHER_GROUP, SCATTER_GROUP = Step("all_gather", attn_group=True), Step("reduce_scatter", attn_group=True)
+
+NOTHING = Rule(lambda op, system: True)
+_SPLIT = Rule(lambda op, system: op.attn_tp > 1, (REDUCE,), (REDUCE,))
+_POOLED = Rule(lambda op, system: op.dp > 1, (GATHER_POOL,), (SCATTER_POOL,))
+
+# By the backend that the operator was built for.
+RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
+    {
+        "vllm": (
+            Rule(
+                lambda op, system: op.attn_tp > 1 and op.dp > 1 and not (op.pre and op.attn_ar_modeled),
+                (REDUCE, GATHER_POOL),
+                (REDUCE, SCATTER_POOL),
+            ),
+            Rule(lambda op, system: op.attn_tp > 1 and not (op.pre and op.attn_ar_modeled), (REDUCE,), (REDUCE,)),
+            _POOLED,
+        ),
+        "sglang": (
+            Rule(
+                lambda op, system: op.attn_tp > 1 and op.dp > 1,
+                (SCATTER_GROUP, GATHER_POOL),
+                (SCATTER_POOL, GATHER_GROUP),
+            ),
+            Rule(lambda op, system: op.attn_cp > 1 and op.is_context, (GATHER,), (SCATTER,)),
+            Rule(lambda op, system: op.attn_cp > 1, (), (REDUCE,)),
+            _SPLIT,
+            _POOLED,
+        ),
+        "trtllm": (
+            Rule(
+                lambda op, system: op.flavor != TRTLLM_FLAVOR,
+                (Step("all_reduce", attn_group=True),),
+                (Step("all_reduce", attn_group=True),),
+            ),
+            Rule(lambda op, system: system.sm_version == 100 and op.dp > 1, (GATHER_PACKED,), (SCATTER_POOL,)),
+            _SPLIT,
+            _POOLED,
+        ),
+    }
+)

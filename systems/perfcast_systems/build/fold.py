@@ -23,7 +23,7 @@ WIDE = frozenset({"message_size"})
 class Folded:
     """One table: key columns (N,) sorted lexicographically, ms and W, and per row the index of its source.
 
-    ``first`` is the row that came first in the stream (-1 without rows).
+    ``first`` is, per source, the row of the table with the key that the source begins with (-1 without rows).
     """
 
     name: str
@@ -32,7 +32,7 @@ class Folded:
     ms: Reals
     power: Reals | None
     source: NDArray[np.uint8]
-    first: int
+    first: tuple[int, ...]
 
     @property
     def n(self) -> int:
@@ -45,7 +45,8 @@ def fold(table: str, parts: Sequence[tuple[int, Part]]) -> Folded:
     In the tables of LAST_ROW_WINS the last row of a source wins within it.
     """
     key = TABLES[table].key
-    if max((source for source, _ in parts), default=0) > MAX_SOURCES:
+    sources = 1 + max((source for source, _ in parts), default=-1)
+    if sources > MAX_SOURCES:
         raise BuildError(f"{table}: more than {MAX_SOURCES} sources")
     columns, vocab = [], {}
     for i, name in enumerate(key):
@@ -61,9 +62,10 @@ def fold(table: str, parts: Sequence[tuple[int, Part]]) -> Folded:
         raise BuildError(f"{table}: a latency is not finite")
     if not len(ms):
         empty = np.zeros(0, np.int64)
-        return Folded(table, (empty,) * len(key), vocab, ms, None, np.zeros(0, np.uint8), -1)
+        return Folded(table, (empty,) * len(key), vocab, ms, None, np.zeros(0, np.uint8), (-1,) * sources)
     source = np.concatenate([np.full(part.n, source, np.uint8) for source, part in parts])
     rank = _rank(columns)
+    began = [np.flatnonzero(source == index)[:1] for index in range(sources)]
     winner = _winners(rank, _backwards(parts) if table.startswith(LAST_ROW_WINS) else None)
     if key[0] == "lane":
         met_first = np.zeros(len(ms), np.bool_)
@@ -76,7 +78,7 @@ def fold(table: str, parts: Sequence[tuple[int, Part]]) -> Folded:
         ms[winner],
         _power(parts, winner),
         source[winner],
-        int(np.searchsorted(rank[winner], rank[0])),
+        tuple(int(np.searchsorted(rank[winner], rank[row[0]])) if len(row) else -1 for row in began),
     )
 
 
