@@ -1,1 +1,1 @@
-"""perfcast_cli"""
+"""perfcast at a terminal."""

@@ -199,5 +199,5 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 
 def backend_named(name: str) -> Backend:
     if name not in BACKENDS:
-        raise UnknownName("backend", name, BACKENDS, Reason.INVALID_FIELD)
+        raise UnknownName("backend", name, BACKENDS, Reason.UNKNOWN_BACKEND)
     return BACKENDS[name]

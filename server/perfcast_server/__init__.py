@@ -1,1 +1,1 @@
-"""perfcast_server"""
+"""perfcast over gRPC: caches, limits, metrics and life cycle around the engine. Knows no physics."""

@@ -39,7 +39,14 @@ HANDLERS = {
 }
 
 # The reference's exception class -> the reasons of ours that mean the same.
-CONFIG = {Reason.INVALID_FIELD, Reason.UNSUPPORTED, Reason.UNKNOWN_MODEL, Reason.UNKNOWN_SYSTEM, Reason.UNKNOWN_VERSION}
+CONFIG = {
+    Reason.INVALID_FIELD,
+    Reason.UNSUPPORTED,
+    Reason.UNKNOWN_MODEL,
+    Reason.UNKNOWN_SYSTEM,
+    Reason.UNKNOWN_BACKEND,
+    Reason.UNKNOWN_VERSION,
+}
 REASONS: dict[str, set[Reason]] = {
     "PerfDataNotAvailableError": {Reason.PERF_DATA_MISSING},
     "EmpiricalNotImplementedError": {Reason.EMPIRICAL_BASIS_MISSING},

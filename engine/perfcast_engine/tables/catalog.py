@@ -212,7 +212,7 @@ class Catalog:
     def _check(self, system: str, backend: str) -> None:
         self.system(system)
         if backend not in BACKENDS:
-            raise UnknownName("backend", backend, BACKENDS, Reason.INVALID_FIELD)
+            raise UnknownName("backend", backend, BACKENDS, Reason.UNKNOWN_BACKEND)
 
     def _of(self, system: str, backend: str) -> list[PackInfo]:
         return [info for info in self._packs.values() if (info.system, info.backend) == (system, backend)]

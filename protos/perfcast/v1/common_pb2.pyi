@@ -140,6 +140,28 @@ RESOLUTION_SEARCH: Resolution.ValueType  # 2
 """As for a candidate of a search."""
 Global___Resolution: typing_extensions.TypeAlias = Resolution
 
+class _Role:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ROLE_UNSPECIFIED: _Role.ValueType  # 0
+    """BOTH."""
+    ROLE_BOTH: _Role.ValueType  # 1
+    ROLE_PREFILL: _Role.ValueType  # 2
+    ROLE_DECODE: _Role.ValueType  # 3
+
+class Role(_Role, metaclass=_RoleEnumTypeWrapper):
+    """The phases that an engine serves."""
+
+ROLE_UNSPECIFIED: Role.ValueType  # 0
+"""BOTH."""
+ROLE_BOTH: Role.ValueType  # 1
+ROLE_PREFILL: Role.ValueType  # 2
+ROLE_DECODE: Role.ValueType  # 3
+Global___Role: typing_extensions.TypeAlias = Role
+
 class _Source:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -304,6 +326,10 @@ class EngineConfig(google.protobuf.message.Message):
     WORKLOAD_DISTRIBUTION_FIELD_NUMBER: builtins.int
     ENCODER_DP_FIELD_NUMBER: builtins.int
     LANGUAGE_ONLY_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    MOE_COMM_CONTEXT_FIELD_NUMBER: builtins.int
+    MOE_COMM_GENERATION_FIELD_NUMBER: builtins.int
+    ALLOW_UNLISTED_VERSION_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """An identifier of the registry, e.g. "Qwen/Qwen3-32B-FP8"."""
     system: builtins.str
@@ -328,6 +354,13 @@ class EngineConfig(google.protobuf.message.Message):
     encoder_dp: builtins.bool
     """Run the vision encoder data-parallel; absent means as the backend does by default."""
     language_only: builtins.bool
+    role: Global___Role.ValueType
+    """The phases that it serves; a disaggregated worker has one."""
+    moe_comm_context: builtins.str
+    """All-to-all backends of large expert parallelism, by phase; empty means as the backend chooses."""
+    moe_comm_generation: builtins.str
+    allow_unlisted_version: builtins.bool
+    """Also accept a backend version that has data but no slot."""
     @property
     def inline_model(self) -> Global___InlineModel: ...
     @property
@@ -356,9 +389,13 @@ class EngineConfig(google.protobuf.message.Message):
         workload_distribution: builtins.str = ...,
         encoder_dp: builtins.bool | None = ...,
         language_only: builtins.bool = ...,
+        role: Global___Role.ValueType = ...,
+        moe_comm_context: builtins.str = ...,
+        moe_comm_generation: builtins.str = ...,
+        allow_unlisted_version: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_encoder_dp", b"_encoder_dp", "encoder_dp", b"encoder_dp", "inline_model", b"inline_model", "model", b"model", "model_id", b"model_id", "parallel", b"parallel", "quant", b"quant"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_encoder_dp", b"_encoder_dp", "attention_backend", b"attention_backend", "backend", b"backend", "database_mode", b"database_mode", "enable_eplb", b"enable_eplb", "encoder_dp", b"encoder_dp", "expert_slots", b"expert_slots", "inline_model", b"inline_model", "language_only", b"language_only", "model", b"model", "model_id", b"model_id", "moe_backend", b"moe_backend", "nextn", b"nextn", "parallel", b"parallel", "profile", b"profile", "quant", b"quant", "resolution", b"resolution", "system", b"system", "transfer_policy", b"transfer_policy", "version", b"version", "workload_distribution", b"workload_distribution"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_encoder_dp", b"_encoder_dp", "allow_unlisted_version", b"allow_unlisted_version", "attention_backend", b"attention_backend", "backend", b"backend", "database_mode", b"database_mode", "enable_eplb", b"enable_eplb", "encoder_dp", b"encoder_dp", "expert_slots", b"expert_slots", "inline_model", b"inline_model", "language_only", b"language_only", "model", b"model", "model_id", b"model_id", "moe_backend", b"moe_backend", "moe_comm_context", b"moe_comm_context", "moe_comm_generation", b"moe_comm_generation", "nextn", b"nextn", "parallel", b"parallel", "profile", b"profile", "quant", b"quant", "resolution", b"resolution", "role", b"role", "system", b"system", "transfer_policy", b"transfer_policy", "version", b"version", "workload_distribution", b"workload_distribution"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_encoder_dp", b"_encoder_dp"]) -> typing.Literal["encoder_dp"] | None: ...
     @typing.overload

@@ -1,0 +1,42 @@
+"""The ``perfcast`` command; each subcommand is imported when it is called, so that ``serve`` starts at once."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+try:
+    import click
+except ModuleNotFoundError:
+    sys.exit("the perfcast command needs more than the client: pip install 'perfcast[server]'")
+
+COMMANDS = {
+    "serve": ("perfcast_cli.serve", "Serve predictions over gRPC."),
+    "predict": ("perfcast_cli.predict", "Predict the latency of a prefill, decode or mixed step."),
+    "models": ("perfcast_cli.listing", "List the models known by name."),
+    "systems": ("perfcast_cli.listing", "List GPU systems and the backends measured on them."),
+    "data": ("perfcast_cli.data", "Build, list and verify packs of measured tables."),
+}
+
+
+class Lazy(click.Group):
+    """Knows its commands by name and the module that each one lives in."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(COMMANDS[name][0]), name)
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.command(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="perfcast")
+def main() -> None:
+    """How long a forward pass of an LLM takes, and which deployment is best, without a GPU."""

@@ -1,0 +1,178 @@
+"""The asyncio client."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+from perfcast.v1 import prediction_pb2
+
+from perfcast_client import calls, results
+from perfcast_client.calls import Call, EngineLike
+from perfcast_client.channel import OPTIONS, Metadata, Tls
+from perfcast_client.config import EngineConfig
+from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
+from perfcast_client.steps import Step
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """As ``Client``, for one event loop: every call is awaited."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: Tls | None = None,
+        metadata: Metadata | None = None,
+        deadline_s: float | None = None,
+        wait_for_ready: bool = False,
+    ) -> None:
+        self.target = target
+        self._metadata = metadata
+        self._deadline_s = deadline_s
+        self._wait_for_ready = wait_for_ready
+        self._pid = os.getpid()
+        self._info: results.ServerInfo | None = None
+        self._closed = False
+        self._stubs: dict[str, Any] = {}
+        self._channel = (
+            grpc.aio.insecure_channel(target, OPTIONS)
+            if tls is None
+            else grpc.aio.secure_channel(target, tls.credentials(), [*OPTIONS, *tls.options()])
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        self._closed = True
+        if os.getpid() == self._pid:
+            await self._channel.close()
+
+    async def server_info(self) -> results.ServerInfo:
+        """The server's version and limits; asked once, before the first other call."""
+        if self._info is None:
+            try:
+                self._info = calls.check_revision(await self._make(calls.server_info(), None), self.target)
+            except Unsupported:
+                raise calls.no_contract(self.target) from None
+        return self._info
+
+    async def systems(self, deadline_s: float | None = None) -> tuple[results.System, ...]:
+        return await self._run(calls.systems(), deadline_s)
+
+    async def models(
+        self, contains: str = "", family: str = "", deadline_s: float | None = None
+    ) -> tuple[results.Model, ...]:
+        return await self._run(calls.models(contains, family), deadline_s)
+
+    async def versions(
+        self, system: str, backend: str = "", deadline_s: float | None = None
+    ) -> tuple[results.Version, ...]:
+        return await self._run(calls.versions(system, backend), deadline_s)
+
+    async def check_support(self, config: EngineConfig, deadline_s: float | None = None) -> results.Support:
+        """Whether each phase can be answered for; an unsupported engine is an answer, not an exception."""
+        return await self._run(calls.check_support(config), deadline_s)
+
+    async def resolve(self, engine: EngineLike, deadline_s: float | None = None) -> results.Engine:
+        """The engine with everything filled in and its handle; pass it to the other calls."""
+        return await self._run(calls.resolve(engine), deadline_s)
+
+    async def predict(
+        self, engine: EngineLike, step: Step, *, operators: bool = False, deadline_s: float | None = None
+    ) -> results.Prediction:
+        """The latency of one step, with its operators if asked."""
+        return await self._run(calls.predict(engine, step, operators), deadline_s)
+
+    async def predict_many(
+        self,
+        engine: EngineLike,
+        steps: Step,
+        *,
+        operators: bool = False,
+        provenance: bool = False,
+        allow_misses: bool = False,
+        deadline_s: float | None = None,
+    ) -> results.Predictions:
+        """The latencies of many steps, given as arrays (N,) or numbers that hold for all of them."""
+        return await self._run(calls.predict_many(engine, steps, operators, provenance, allow_misses), deadline_s)
+
+    def stream(self, engine: EngineLike) -> AsyncStepStream:
+        """A stream of steps on one engine, for simulators that ask one after another."""
+        rpc = self._channel.stream_stream(
+            calls.STREAM_STEPS,
+            prediction_pb2.StreamStepsRequest.SerializeToString,
+            prediction_pb2.StreamStepsResponse.FromString,
+        )
+        return AsyncStepStream(rpc(metadata=self._call_metadata(), wait_for_ready=self._wait_for_ready), engine)
+
+    async def _run(self, call: Call[T], deadline_s: float | None) -> T:
+        if self._info is None:
+            await self.server_info()
+        try:
+            return await self._make(call, deadline_s)
+        except UnknownHandle:
+            if call.inline is None:
+                raise
+        return await self._make(call, deadline_s, inline=True)
+
+    async def _make(self, call: Call[T], deadline_s: float | None, inline: bool = False) -> T:
+        if self._closed or os.getpid() != self._pid:
+            why = "is closed" if self._closed else "was made before a fork; make a new one in this process"
+            raise ClientMisuse(f"this client {why}")
+        stub = self._stubs.get(call.path)
+        if stub is None:
+            request, response = type(call.request), call.response
+            stub = self._channel.unary_unary(call.path, request.SerializeToString, response.FromString)
+            self._stubs[call.path] = stub
+        try:
+            answer = await stub(
+                call.inline if inline else call.request,
+                timeout=deadline_s or self._deadline_s or call.deadline_s,
+                metadata=self._call_metadata(),
+                wait_for_ready=self._wait_for_ready,
+            )
+        except grpc.aio.AioRpcError as error:
+            raise calls.failure(error) from None
+        return call.read(answer)
+
+    def _call_metadata(self) -> tuple[tuple[str, str], ...] | None:
+        return None if self._metadata is None else tuple(self._metadata())
+
+
+class AsyncStepStream:
+    """Steps one after another over one stream. A refused step raises and leaves the stream usable."""
+
+    def __init__(self, call: Any, engine: EngineLike) -> None:
+        self._call = call
+        self._engine: EngineLike | None = engine
+        self._sequence = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._call.cancel()
+
+    async def predict_ms(self, step: Step) -> float:
+        """The latency of ``step``. One at a time: await each before the next."""
+        self._sequence += 1
+        try:
+            await self._call.write(calls.step_message(self._sequence, step, self._engine))
+            self._engine = None
+            answer = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise calls.failure(error) from None
+        if answer is grpc.aio.EOF:
+            raise ClientMisuse("the stream has ended")
+        return calls.stream_answer(answer)

@@ -1,0 +1,140 @@
+"""Every call once, for the blocking and the asyncio client: path, request, how to read the answer, deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from perfcast.v1 import API_REVISION, catalog_pb2, prediction_pb2
+
+from perfcast_client import errors, results
+from perfcast_client._version import __version__
+from perfcast_client.channel import DEFAULT_DEADLINE_S
+from perfcast_client.config import EngineConfig
+from perfcast_client.steps import Step, put_columns, put_step
+
+T = TypeVar("T")
+EngineLike = EngineConfig | results.Engine | str
+"""A configuration, a resolved engine, or a handle."""
+
+CATALOG, PREDICTION = "/perfcast.v1.Catalog/", "/perfcast.v1.Prediction/"
+STREAM_STEPS = PREDICTION + "StreamSteps"
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One RPC to make. ``inline`` is the same with the configuration instead of the handle, where it is known."""
+
+    path: str
+    request: Message
+    response: Any
+    read: Callable[[Any], T]
+    deadline_s: float = DEFAULT_DEADLINE_S
+    inline: Message | None = None
+
+
+def server_info() -> Call[results.ServerInfo]:
+    request, response = catalog_pb2.GetServerInfoRequest(), catalog_pb2.GetServerInfoResponse
+    return Call(CATALOG + "GetServerInfo", request, response, results.ServerInfo.of)
+
+
+def systems() -> Call[tuple[results.System, ...]]:
+    request, response = catalog_pb2.ListSystemsRequest(), catalog_pb2.ListSystemsResponse
+    return Call(CATALOG + "ListSystems", request, response, lambda m: tuple(map(results.System.of, m.systems)))
+
+
+def models(contains: str, family: str) -> Call[tuple[results.Model, ...]]:
+    request = catalog_pb2.ListModelsRequest(contains=contains, family=family)
+    response = catalog_pb2.ListModelsResponse
+    return Call(CATALOG + "ListModels", request, response, lambda m: tuple(map(results.Model.of, m.models)))
+
+
+def versions(system: str, backend: str) -> Call[tuple[results.Version, ...]]:
+    request = catalog_pb2.ListVersionsRequest(system=system, backend=backend)
+    response = catalog_pb2.ListVersionsResponse
+    return Call(CATALOG + "ListVersions", request, response, lambda m: results.versions(m.backends))
+
+
+def check_support(config: EngineConfig) -> Call[results.Support]:
+    request = catalog_pb2.CheckSupportRequest(config=config.to_message())
+    return Call(CATALOG + "CheckSupport", request, catalog_pb2.CheckSupportResponse, results.Support.of)
+
+
+def resolve(engine: EngineLike) -> Call[results.Engine]:
+    request, inline = _both(prediction_pb2.ResolveEngineRequest(), engine)
+    response = prediction_pb2.ResolveEngineResponse
+    return Call(PREDICTION + "ResolveEngine", request, response, results.Engine.of, inline=inline)
+
+
+def predict(engine: EngineLike, step: Step, operators: bool) -> Call[results.Prediction]:
+    request = prediction_pb2.PredictStepRequest(include_operators=operators)
+    put_step(request, step)
+    request, inline = _both(request, engine)
+    response = prediction_pb2.PredictStepResponse
+    return Call(PREDICTION + "PredictStep", request, response, results.Prediction.of, inline=inline)
+
+
+def predict_many(
+    engine: EngineLike, steps: Step, operators: bool, provenance: bool, allow_misses: bool
+) -> Call[results.Predictions]:
+    request = prediction_pb2.PredictStepsRequest(
+        include_operators=operators, include_provenance=provenance, allow_misses=allow_misses
+    )
+    put_columns(request, steps)
+    request, inline = _both(request, engine)
+    response = prediction_pb2.PredictStepsResponse
+    return Call(PREDICTION + "PredictSteps", request, response, results.Predictions.of, inline=inline)
+
+
+def _both(request: Any, engine: EngineLike) -> tuple[Any, Any]:
+    """The request as it goes out, and for a resolved engine the one that does not need the server's memory."""
+    if not isinstance(engine, results.Engine):
+        return put_engine(request, engine), None
+    inline = type(request)()
+    inline.CopyFrom(request)
+    return put_engine(request, engine.handle), put_engine(inline, engine.config)
+
+
+def put_engine(request: Any, engine: EngineConfig | str) -> Any:
+    if isinstance(engine, str):
+        request.handle = engine
+    else:
+        request.config.CopyFrom(engine.to_message())
+    return request
+
+
+def step_message(sequence: int, step: Step, engine: EngineLike | None) -> prediction_pb2.StreamStepsRequest:
+    request = prediction_pb2.StreamStepsRequest(sequence=sequence)
+    put_step(request, step)
+    if engine is not None:
+        put_engine(request, engine.config if isinstance(engine, results.Engine) else engine)
+    return request
+
+
+def stream_answer(message: prediction_pb2.StreamStepsResponse) -> float:
+    if message.HasField("error"):
+        raise errors.from_detail(message.error.reason, message.error.message, message.error.metadata)
+    return message.latency_ms
+
+
+def check_revision(info: results.ServerInfo, target: str) -> results.ServerInfo:
+    if info.api_revision < API_REVISION:
+        raise errors.IncompatibleServer(
+            f"the server at {target} (perfcast {info.version}) speaks revision {info.api_revision} of perfcast.v1; "
+            f"this client (perfcast {__version__}) needs {API_REVISION}: update the server or use an older client"
+        )
+    return info
+
+
+def no_contract(target: str) -> errors.IncompatibleServer:
+    return errors.IncompatibleServer(f"what listens at {target} does not speak perfcast.v1")
+
+
+def failure(error: Any) -> errors.PerfcastError:
+    """The exception for a grpc.RpcError of either kind of channel."""
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return errors.ServerFault(str(error))
+    return errors.from_call(error.code(), error.details() or error.code().name, error.trailing_metadata())

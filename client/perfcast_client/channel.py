@@ -1,0 +1,71 @@
+"""How a client reaches a server: address, security, retries, keepalive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from perfcast_client._version import __version__
+
+MAX_MESSAGE_BYTES = 16 << 20
+DEFAULT_DEADLINE_S = 5.0
+SEARCH_DEADLINE_S = 60.0
+
+Metadata = Callable[[], Iterable[tuple[str, str]]]
+
+SERVICE_CONFIG = json.dumps(
+    {
+        "loadBalancingConfig": [{"round_robin": {}}],
+        "methodConfig": [
+            {
+                "name": [{}],
+                "retryPolicy": {
+                    "maxAttempts": 4,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "2s",
+                    "backoffMultiplier": 3,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ],
+    }
+)
+
+OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.service_config", SERVICE_CONFIG),
+    ("grpc.enable_retries", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.primary_user_agent", f"perfcast-python/{__version__}"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM. Without ``ca`` the system's roots are trusted; ``cert`` and ``key`` make it mutual."""
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    server_name: str | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        def read(path: str | None) -> bytes | None:
+            return None if path is None else Path(path).read_bytes()
+
+        return grpc.ssl_channel_credentials(read(self.ca), read(self.key), read(self.cert))
+
+    def options(self) -> list[tuple[str, Any]]:
+        return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
+
+
+def bearer(token: Callable[[], str]) -> Metadata:
+    """Metadata that carries a token; ``token`` is asked before every call, so it may rotate."""
+    return lambda: (("authorization", f"Bearer {token()}"),)

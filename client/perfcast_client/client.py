@@ -1,0 +1,210 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+from perfcast.v1 import prediction_pb2
+
+from perfcast_client import calls, results
+from perfcast_client.calls import Call, EngineLike
+from perfcast_client.channel import OPTIONS, Metadata, Tls
+from perfcast_client.config import EngineConfig
+from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
+from perfcast_client.steps import Step
+
+T = TypeVar("T")
+
+
+class Client:
+    """A connection to a perfcast server, safe to share between threads.
+
+    target: "host:port", "dns:///name:port" (all addresses in turn) or "unix:/path".
+    tls: None is insecure. metadata: asked before every call (see ``bearer``). deadline_s overrides the default of
+    every call; ``wait_for_ready`` lets calls wait within it for a server that is not up yet.
+
+    A client does not survive a fork: make a new one in the child.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: Tls | None = None,
+        metadata: Metadata | None = None,
+        deadline_s: float | None = None,
+        wait_for_ready: bool = False,
+    ) -> None:
+        self.target = target
+        self._metadata = metadata
+        self._deadline_s = deadline_s
+        self._wait_for_ready = wait_for_ready
+        self._pid = os.getpid()
+        self._info: results.ServerInfo | None = None
+        self._closed = False
+        self._stubs: dict[str, Any] = {}
+        self._channel = (
+            grpc.insecure_channel(target, OPTIONS)
+            if tls is None
+            else grpc.secure_channel(target, tls.credentials(), [*OPTIONS, *tls.options()])
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closed = True
+        if os.getpid() == self._pid:
+            self._channel.close()
+
+    def server_info(self) -> results.ServerInfo:
+        """The server's version and limits; asked once, before the first other call."""
+        if self._info is None:
+            try:
+                self._info = calls.check_revision(self._make(calls.server_info(), None), self.target)
+            except Unsupported:
+                raise calls.no_contract(self.target) from None
+        return self._info
+
+    def systems(self, deadline_s: float | None = None) -> tuple[results.System, ...]:
+        return self._run(calls.systems(), deadline_s)
+
+    def models(
+        self, contains: str = "", family: str = "", deadline_s: float | None = None
+    ) -> tuple[results.Model, ...]:
+        return self._run(calls.models(contains, family), deadline_s)
+
+    def versions(self, system: str, backend: str = "", deadline_s: float | None = None) -> tuple[results.Version, ...]:
+        return self._run(calls.versions(system, backend), deadline_s)
+
+    def check_support(self, config: EngineConfig, deadline_s: float | None = None) -> results.Support:
+        """Whether each phase can be answered for; an unsupported engine is an answer, not an exception."""
+        return self._run(calls.check_support(config), deadline_s)
+
+    def resolve(self, engine: EngineLike, deadline_s: float | None = None) -> results.Engine:
+        """The engine with everything filled in and its handle; pass it to the other calls."""
+        return self._run(calls.resolve(engine), deadline_s)
+
+    def predict(
+        self, engine: EngineLike, step: Step, *, operators: bool = False, deadline_s: float | None = None
+    ) -> results.Prediction:
+        """The latency of one step, with its operators if asked."""
+        return self._run(calls.predict(engine, step, operators), deadline_s)
+
+    def predict_many(
+        self,
+        engine: EngineLike,
+        steps: Step,
+        *,
+        operators: bool = False,
+        provenance: bool = False,
+        allow_misses: bool = False,
+        deadline_s: float | None = None,
+    ) -> results.Predictions:
+        """The latencies of many steps, given as arrays (N,) or numbers that hold for all of them."""
+        return self._run(calls.predict_many(engine, steps, operators, provenance, allow_misses), deadline_s)
+
+    def stream(self, engine: EngineLike) -> StepStream:
+        """A stream of steps on one engine, for simulators that ask one after another."""
+        self.server_info()
+        rpc = self._channel.stream_stream(
+            calls.STREAM_STEPS,
+            prediction_pb2.StreamStepsRequest.SerializeToString,
+            prediction_pb2.StreamStepsResponse.FromString,
+        )
+        return StepStream(rpc, engine, self._call_metadata(), self._wait_for_ready)
+
+    def _run(self, call: Call[T], deadline_s: float | None) -> T:
+        if self._info is None:
+            self.server_info()
+        try:
+            return self._make(call, deadline_s)
+        except UnknownHandle:
+            if call.inline is None:
+                raise
+        return self._make(call, deadline_s, inline=True)
+
+    def _make(self, call: Call[T], deadline_s: float | None, inline: bool = False) -> T:
+        if self._closed or os.getpid() != self._pid:
+            why = "is closed" if self._closed else "was made before a fork; make a new one in this process"
+            raise ClientMisuse(f"this client {why}")
+        stub = self._stubs.get(call.path)
+        if stub is None:
+            request, response = type(call.request), call.response
+            stub = self._channel.unary_unary(call.path, request.SerializeToString, response.FromString)
+            self._stubs[call.path] = stub
+        try:
+            answer = stub(
+                call.inline if inline else call.request,
+                timeout=deadline_s or self._deadline_s or call.deadline_s,
+                metadata=self._call_metadata(),
+                wait_for_ready=self._wait_for_ready,
+            )
+        except grpc.RpcError as error:
+            raise calls.failure(error) from None
+        return call.read(answer)
+
+    def _call_metadata(self) -> tuple[tuple[str, str], ...] | None:
+        return None if self._metadata is None else tuple(self._metadata())
+
+
+class StepStream:
+    """Steps one after another over one stream. A refused step raises and leaves the stream usable."""
+
+    def __init__(self, rpc: Any, engine: EngineLike, metadata: Any, wait_for_ready: bool) -> None:
+        self._engine: EngineLike | None = engine
+        self._outbox: queue.SimpleQueue[prediction_pb2.StreamStepsRequest | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._call = rpc(iter(self._outbox.get, None), metadata=metadata, wait_for_ready=wait_for_ready)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._call.cancel()
+
+    def predict_ms(self, step: Step) -> float:
+        """The latency of ``step``."""
+        with self._lock:
+            self._send(step)
+            return self._receive()
+
+    def predict_all_ms(self, steps: Iterable[Step]) -> Iterator[float]:
+        """Latencies in order; all steps are sent ahead of the first answer."""
+        with self._lock:
+            sent = 0
+            for step in steps:
+                self._send(step)
+                sent += 1
+            for _ in range(sent):
+                yield self._receive()
+
+    def _send(self, step: Step) -> None:
+        self._sequence += 1
+        self._outbox.put(calls.step_message(self._sequence, step, self._engine))
+        self._engine = None
+
+    def _receive(self) -> float:
+        try:
+            answer = next(self._call, None)
+        except grpc.RpcError as error:
+            raise calls.failure(error) from None
+        if answer is None:
+            raise ClientMisuse("the stream has ended")
+        return calls.stream_answer(answer)

@@ -1,0 +1,180 @@
+"""The running server: assembled, probed, announced, drained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from perfcast.v1 import common_pb2, prediction_pb2
+from perfcast_engine.errors import EngineError
+from perfcast_engine.predictor import Predictor
+
+from perfcast_server import catalog, logs, prediction, reflection
+from perfcast_server.engines import PROBES, Engines
+from perfcast_server.errors import ServiceError
+from perfcast_server.lifecycle import Health, Lifecycle, State
+from perfcast_server.metrics import Metrics
+from perfcast_server.rpc import Rpc, Stream, Unary
+from perfcast_server.settings import Settings, SettingsError
+
+log = logging.getLogger("perfcast.server")
+
+PROBE_MODEL, PROBE_SYSTEM, PROBE_BACKENDS = "Qwen/Qwen3-32B-FP8", "h200_sxm", ("trtllm", "vllm")
+
+
+class NotReady(RuntimeError):
+    """No engine at all could be opened and probed."""
+
+
+class Server:
+    """One server in the running event loop: ``await start()``, then ``await stop()``."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.lifecycle = Lifecycle()
+        self.metrics = Metrics()
+        self.address = ""
+        self.metrics_port: int | None = None
+        self._pool = ThreadPoolExecutor(settings.workers or max(2, os.cpu_count() or 2), "predict")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._http: Any = None
+        self.engines = Engines(settings, self.metrics, self._pool, self._announce)
+        self._rpc = Rpc(settings, self.lifecycle, self.metrics)
+        self._grpc = grpc.aio.server(options=_options(settings))
+        listing = catalog.Catalog(self.engines, settings)
+        services: dict[str, tuple[Unary | Stream, ...]] = {
+            prediction.SERVICE: prediction.Prediction(self.engines, settings, self.metrics).methods(),
+            catalog.SERVICE: listing.methods(),
+        }
+        listing.methods_served = tuple(f"{name}/{m.name}" for name, methods in services.items() for m in methods)
+        health = Health(self.lifecycle, services, self.engines.__contains__)
+        handlers = [self._rpc.handlers(name, methods) for name, methods in services.items()]
+        self._grpc.add_generic_rpc_handlers((*handlers, health.handlers()))
+        if settings.reflection:
+            reflection.add(self._grpc, (*services, "grpc.health.v1.Health"))
+
+    async def start(self) -> None:
+        """Listen, open the tables, answer a probe of each phase; only then say SERVING. Raises NotReady."""
+        began = time.perf_counter()
+        self._listen()
+        await self._grpc.start()
+        loop = asyncio.get_running_loop()
+        predictor = await loop.run_in_executor(self._pool, lambda: Predictor(roots=self.settings.data))
+        self.engines.adopt(predictor)
+        await self._probe(predictor)
+        await self.lifecycle.become(State.SERVING)
+        seconds = round(time.perf_counter() - began, 3)
+        log.info("ready", extra={"address": self.address, "metrics_port": self.metrics_port, "seconds": seconds})
+
+    async def stop(self) -> None:
+        """Say NOT_SERVING, refuse new calls, finish the work in flight, let go of everything."""
+        if self.lifecycle.state is State.DRAINING:
+            return
+        log.info("draining")
+        await self.lifecycle.become(State.DRAINING)
+        await asyncio.sleep(self.settings.drain_delay_s)
+        self._rpc.end_idle_streams()
+        await self._grpc.stop(self.settings.drain_grace_s)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._http is not None:
+            self._http.shutdown()
+            self._http.server_close()
+        log.info("stopped")
+
+    def _listen(self) -> None:
+        settings = self.settings
+        try:
+            if settings.host:
+                port = self._grpc.add_insecure_port(f"{settings.host}:{settings.port}")
+                self.address = f"{settings.host}:{port}"
+            if settings.unix_socket:
+                self._grpc.add_insecure_port(f"unix:{settings.unix_socket}")
+                self.address = self.address or f"unix:{settings.unix_socket}"
+        except RuntimeError:
+            raise SettingsError(f"cannot listen on {settings.host}:{settings.port} {settings.unix_socket}") from None
+        if settings.metrics_port >= 0:
+            try:
+                self._http = self.metrics.serve(settings.metrics_host, settings.metrics_port)
+            except OSError as error:
+                place = f"{settings.metrics_host}:{settings.metrics_port}"
+                raise SettingsError(f"cannot serve metrics on {place}: {error.strerror}") from None
+            self.metrics_port = self._http.server_port
+
+    async def _probe(self, predictor: Predictor) -> None:
+        """Make one engine answer each phase: the usual one, or the first that does of those that the data offer."""
+        last: Exception | None = None
+        for config in _probe_configs(predictor):
+            try:
+                ready = await self.engines.of(prediction_pb2.ResolveEngineRequest(config=config))
+                for _, probe in PROBES:
+                    probe(ready.engine).raise_first()
+                return
+            except (EngineError, ServiceError) as error:
+                last = error
+                log.warning("probe failed", extra={"engine": f"{config.system}/{config.backend}", "why": str(error)})
+        raise NotReady(f"no engine answered a probe: {last or 'there are no systems'}")
+
+    def _announce(self) -> None:
+        task = asyncio.get_running_loop().create_task(self.lifecycle.changed())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _probe_configs(predictor: Predictor) -> Iterator[common_pb2.EngineConfig]:
+    catalog = predictor.catalog
+    systems = sorted(catalog.systems(), key=lambda name: name != PROBE_SYSTEM)
+    for mode in (common_pb2.DATABASE_MODE_SILICON, common_pb2.DATABASE_MODE_SOL):
+        for system in systems:
+            with contextlib.suppress(EngineError):
+                measured = catalog.backends(system)
+                for backend in measured if mode == common_pb2.DATABASE_MODE_SILICON else PROBE_BACKENDS:
+                    yield common_pb2.EngineConfig(
+                        model_id=PROBE_MODEL,
+                        system=system,
+                        backend=backend,
+                        parallel=common_pb2.ParallelConfig(tp=4),
+                        database_mode=mode,
+                    )
+
+
+def _options(settings: Settings) -> list[tuple[str, int]]:
+    age = int(settings.max_connection_age_s * 1000)
+    return [
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(settings.min_ping_interval_s * 1000)),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(settings.min_ping_interval_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 3),
+        ("grpc.max_connection_age_ms", age),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+async def run(settings: Settings, on_ready: Callable[[Server], None] = lambda server: None) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    logs.configure(settings.log_level, settings.log_format)
+    server = Server(settings)
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        starting = asyncio.ensure_future(server.start())
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            on_ready(server)
+            await stopping
+        else:
+            starting.cancel()
+    finally:
+        await server.stop()

@@ -1,0 +1,100 @@
+"""Bounded memory of answers, and equal work in flight done once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Lru(Generic[K, V]):
+    """A mapping that forgets the least recently used entries beyond ``bound``, the sum of ``size`` over entries.
+
+    ``on_evict`` hears of every entry that leaves for want of room.
+    """
+
+    def __init__(
+        self,
+        bound: int,
+        size: Callable[[K, V], int] = lambda key, value: 1,
+        on_evict: Callable[[K, V], None] = lambda key, value: None,
+    ) -> None:
+        self.bound = bound
+        self.held = 0
+        self._size = size
+        self._on_evict = on_evict
+        self._entries: OrderedDict[K, V] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def get(self, key: K) -> V | None:
+        value = self._entries.get(key)
+        if value is not None:
+            self._entries.move_to_end(key)
+        return value
+
+    def put(self, key: K, value: V) -> None:
+        size = self._size(key, value)
+        if size > self.bound:
+            return
+        self.pop(key)
+        self._entries[key] = value
+        self.held += size
+        while self.held > self.bound:
+            oldest = next(iter(self._entries))
+            self._on_evict(oldest, self.pop(oldest))  # type: ignore[arg-type]
+
+    def pop(self, key: K) -> V | None:
+        value = self._entries.pop(key, None)
+        if value is not None:
+            self.held -= self._size(key, value)
+        return value
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self.held = 0
+
+
+class _Flight(Generic[V]):
+    def __init__(self, task: asyncio.Task[V]) -> None:
+        self.task = task
+        self.waiters = 0
+
+
+class SingleFlight(Generic[K, V]):
+    """Callers that ask for the same key while it is being worked on share one outcome.
+
+    The work outlives a caller that gives up; once all have, it is cancelled, unless ``finish`` asks to end it anyway.
+    """
+
+    def __init__(self, finish: bool = False) -> None:
+        self._finish = finish
+        self._flights: dict[K, _Flight[V]] = {}
+
+    async def do(self, key: K, work: Callable[[], Coroutine[Any, Any, V]]) -> V:
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = _Flight(asyncio.create_task(work()))
+            flight.task.add_done_callback(lambda _: self._landed(key, flight))
+        flight.waiters += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiters -= 1
+            if not flight.waiters and not flight.task.done() and not self._finish:
+                flight.task.cancel()
+                self._landed(key, flight)
+
+    def _landed(self, key: K, flight: _Flight[V]) -> None:
+        if self._flights.get(key) is flight:
+            del self._flights[key]
+        if flight.task.done() and not flight.task.cancelled():
+            flight.task.exception()  # seen, also when every caller has left

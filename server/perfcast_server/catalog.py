@@ -1,0 +1,158 @@
+"""The Catalog service."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from google.protobuf.message import Message
+from perfcast.v1 import API_REVISION, catalog_pb2, prediction_pb2
+from perfcast_engine.errors import EngineError
+from perfcast_engine.models.spec import ModelSpec
+from perfcast_engine.system import SystemSpec
+
+from perfcast_server import wire
+from perfcast_server.engines import PROBES, Engines, Probe, Ready
+from perfcast_server.errors import ServiceError, invalid, refusal
+from perfcast_server.rpc import Unary
+from perfcast_server.settings import Settings
+
+SERVICE = "perfcast.v1.Catalog"
+PHASES = {
+    "prefill": catalog_pb2.PHASE_PREFILL,
+    "decode": catalog_pb2.PHASE_DECODE,
+    "mixed": catalog_pb2.PHASE_MIXED,
+}
+
+
+class Catalog:
+    """Says what can be asked for. ``methods_served`` is filled in by whoever assembles the server."""
+
+    def __init__(self, engines: Engines, settings: Settings) -> None:
+        self._engines = engines
+        self._settings = settings
+        self.methods_served: tuple[str, ...] = ()
+
+    def methods(self) -> tuple[Unary, ...]:
+        return (
+            Unary("GetServerInfo", catalog_pb2.GetServerInfoRequest, self.get_server_info),
+            Unary("ListSystems", catalog_pb2.ListSystemsRequest, self.list_systems),
+            Unary("ListModels", catalog_pb2.ListModelsRequest, self.list_models),
+            Unary("ListVersions", catalog_pb2.ListVersionsRequest, self.list_versions),
+            Unary("CheckSupport", catalog_pb2.CheckSupportRequest, self.check_support),
+        )
+
+    async def get_server_info(self, request: catalog_pb2.GetServerInfoRequest) -> Message:
+        settings = self._settings
+        return catalog_pb2.GetServerInfoResponse(
+            version=build_version(),
+            api_revision=API_REVISION,
+            methods=self.methods_served,
+            limits=catalog_pb2.Limits(
+                max_message_bytes=settings.max_message_bytes,
+                max_points_per_request=settings.max_points_per_request,
+                max_concurrent_requests=settings.max_concurrent_requests,
+                max_config_json_bytes=settings.max_config_json_bytes,
+            ),
+        )
+
+    async def list_systems(self, request: catalog_pb2.ListSystemsRequest) -> Message:
+        systems = []
+        for name in self._engines.predictor.catalog.systems():
+            try:
+                spec = self._engines.predictor.catalog.system(name)
+            except EngineError:
+                continue  # a bad description is told to whoever asks for its system
+            systems.append(_system(spec, self._versions(name)))
+        return catalog_pb2.ListSystemsResponse(systems=systems)
+
+    async def list_models(self, request: catalog_pb2.ListModelsRequest) -> Message:
+        text = request.contains.lower()
+        found = [
+            _model(spec)
+            for name, spec in sorted(self._engines.predictor.registry.models.items())
+            if text in name.lower() and request.family in ("", spec.family)
+        ]
+        return catalog_pb2.ListModelsResponse(models=found)
+
+    async def list_versions(self, request: catalog_pb2.ListVersionsRequest) -> Message:
+        for name in ("system", "backend"):
+            if len(getattr(request, name)) > wire.MAX_NAME:
+                raise invalid(name, f"is longer than {wire.MAX_NAME} characters")
+        if not request.system:
+            raise invalid("system", "is missing")
+        return catalog_pb2.ListVersionsResponse(backends=self._versions(request.system, request.backend))
+
+    async def check_support(self, request: catalog_pb2.CheckSupportRequest) -> Message:
+        if not request.HasField("config"):
+            raise invalid("config", "is missing")
+        wanted = prediction_pb2.ResolveEngineRequest(config=request.config)
+        try:
+            ready = await self._engines.of(wanted)
+        except (EngineError, ServiceError) as error:
+            return catalog_pb2.CheckSupportResponse(supported=False, error=refusal(error).detail())
+        phases = [_phase(name, probe, ready) for name, probe in PROBES]
+        return catalog_pb2.CheckSupportResponse(
+            supported=all(phase.supported for phase in phases), engine=ready.stamp, phases=phases
+        )
+
+    def _versions(self, system: str, backend: str = "") -> list[catalog_pb2.BackendVersions]:
+        catalog = self._engines.predictor.catalog
+        backends = [backend] if backend else catalog.backends(system)
+        return [
+            catalog_pb2.BackendVersions(
+                backend=name,
+                versions=[
+                    catalog_pb2.Version(version=version, slot=slot)
+                    for slot, version in catalog.slots(system, name).items()
+                ],
+            )
+            for name in backends
+        ]
+
+
+def build_version() -> str:
+    try:
+        return version("perfcast")
+    except PackageNotFoundError:
+        return "0+source"
+
+
+def _phase(name: str, probe: Probe, ready: Ready) -> catalog_pb2.PhaseSupport:
+    phase: Any = PHASES[name]
+    try:
+        result = probe(ready.engine).raise_first()
+    except EngineError as error:
+        return catalog_pb2.PhaseSupport(phase=phase, supported=False, error=refusal(error).detail())
+    provenance = wire.provenance(result.by_source, result.tier)
+    return catalog_pb2.PhaseSupport(phase=phase, supported=True, provenance=provenance)
+
+
+def _system(spec: SystemSpec, backends: list[catalog_pb2.BackendVersions]) -> catalog_pb2.System:
+    return catalog_pb2.System(
+        name=spec.name,
+        gpus_per_node=spec.gpus_per_node,
+        gpus_per_rack=spec.gpus_per_rack,
+        sm_version=spec.sm_version,
+        memory_bytes=spec.mem_capacity,
+        memory_bandwidth_bytes_per_s=spec.mem_bw,
+        intra_node_bandwidth_bytes_per_s=spec.intra_node_bw,
+        inter_node_bandwidth_bytes_per_s=spec.inter_node_bw,
+        power_w=spec.power_w,
+        flops_per_s=spec.flops,
+        backends=backends,
+    )
+
+
+def _model(spec: ModelSpec) -> catalog_pb2.Model:
+    quant = spec.quant
+    return catalog_pb2.Model(
+        model_id=spec.id,
+        family=spec.family,
+        architecture=spec.arch,
+        layers=spec.layers,
+        hidden_size=spec.hidden,
+        context_tokens=spec.ctx,
+        experts=spec.moe.experts,
+        quant=wire.quant_message(quant.gemm, quant.moe, quant.kv, quant.fmha),
+    )

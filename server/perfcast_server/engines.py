@@ -1,0 +1,160 @@
+"""Engines kept ready, and the configurations that handles stand for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TypeVar
+
+from perfcast.v1 import common_pb2
+from perfcast_engine.errors import EngineError
+from perfcast_engine.predictor import Engine, Predictor
+from perfcast_engine.step_result import StepResult
+
+from perfcast_server import wire
+from perfcast_server.cache import Lru, SingleFlight
+from perfcast_server.errors import ServiceError, invalid
+from perfcast_server.metrics import Metrics
+from perfcast_server.settings import Settings
+
+log = logging.getLogger("perfcast.engines")
+
+T = TypeVar("T")
+MAX_HANDLE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An engine that has answered a probe of each phase, with what its answers say of it."""
+
+    engine: Engine
+    stamp: common_pb2.EngineStamp
+    original: common_pb2.EngineConfig
+
+
+class Engines:
+    """Finds the engine that a request names, loading it at most once at a time and off the event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        pool: Executor,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._predictor: Predictor | None = None
+        self._settings = settings
+        self._metrics = metrics
+        self._pool = pool
+        self._changed = changed
+        self._ready: Lru[str, Ready] = Lru(settings.max_engines)
+        self._configs: Lru[str, common_pb2.EngineConfig] = Lru(
+            settings.max_handles << 12, size=lambda key, config: max(1 << 12, config.ByteSize())
+        )
+        self._handles: Lru[bytes, str] = Lru(settings.max_handles << 12, size=lambda key, _: max(1 << 12, len(key)))
+        self._loads: SingleFlight[bytes, Ready] = SingleFlight(finish=True)
+
+    def __contains__(self, handle: str) -> bool:
+        return handle in self._ready
+
+    @property
+    def predictor(self) -> Predictor:
+        if self._predictor is None:
+            raise ServiceError("LOADING", "tables are still loading; try again shortly")
+        return self._predictor
+
+    def adopt(self, predictor: Predictor) -> None:
+        """Answer from ``predictor`` from now on; engines of an earlier one are forgotten, their handles are not."""
+        self._predictor = predictor
+        self._ready.clear()
+        self._handles.clear()
+
+    async def of(self, request: Any) -> Ready:
+        """The engine of a request's oneof ``engine``."""
+        given = request.WhichOneof("engine")
+        if given == "handle":
+            return await self._by_handle(request.handle)
+        if given == "config":
+            return await self._by_config(request.config)
+        raise invalid("engine", "is missing; give config or handle")
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def _by_handle(self, handle: str) -> Ready:
+        ready = self._ready.get(handle)
+        if ready is not None:
+            self._metrics.engine_hits.inc()
+            return ready
+        config = self._configs.get(handle)
+        if config is None:
+            raise ServiceError(
+                "UNKNOWN_HANDLE",
+                f"unknown handle {handle[:MAX_HANDLE]!r}: this replica has not seen its configuration; "
+                "send the configuration inline once",
+                kind="handle",
+                name=handle[:MAX_HANDLE],
+                field="handle",
+            )
+        return await self._by_config(config)
+
+    async def _by_config(self, config: common_pb2.EngineConfig) -> Ready:
+        key = config.SerializeToString(deterministic=True)
+        handle = self._handles.get(key)
+        ready = None if handle is None else self._ready.get(handle)
+        if ready is not None:
+            self._metrics.engine_hits.inc()
+            return ready
+        self._metrics.engine_misses.inc()
+        return await self._loads.do(key, lambda: self._load(key, config))
+
+    async def _load(self, key: bytes, config: common_pb2.EngineConfig) -> Ready:
+        kept = common_pb2.EngineConfig()
+        kept.CopyFrom(config)
+        began = perf_counter()
+        engine = await self.off_loop(lambda: self._build(kept))
+        seconds = perf_counter() - began
+        self._metrics.load_seconds.observe(seconds)
+        handle = engine.handle
+        ready = self._ready.get(handle) or Ready(engine, stamp(engine), kept)
+        self._ready.put(handle, ready)
+        self._configs.put(handle, kept)
+        self._handles.put(key, handle)
+        self._metrics.engines.set(len(self._ready))
+        log.info("engine ready", extra={"handle": handle, "seconds": round(seconds, 4), "system": kept.system})
+        self._changed()
+        return ready
+
+    def _build(self, config: common_pb2.EngineConfig) -> Engine:
+        engine = self.predictor.engine(wire.engine_config(config, self._settings.max_config_json_bytes))
+        for _, probe in PROBES:
+            try:
+                probe(engine)
+            except EngineError:
+                continue  # a phase that cannot be answered says so when it is asked for
+        return engine
+
+
+Probe = Callable[[Engine], StepResult]
+PROBES: tuple[tuple[str, Probe], ...] = (
+    ("prefill", lambda engine: engine.prefill(1, 128)),
+    ("decode", lambda engine: engine.decode_step(1, 128, 2)),
+    ("mixed", lambda engine: engine.mixed(128, 1, 128, 2)),
+)
+
+
+def stamp(engine: Engine) -> common_pb2.EngineStamp:
+    config = engine.config
+    return common_pb2.EngineStamp(
+        handle=engine.handle,
+        system=config.system,
+        backend=config.backend,
+        version=config.version,
+        database_mode=wire.MODES.index(config.database_mode, 1),  # type: ignore[arg-type]
+        profile=wire.PROFILES.index(config.profile, 1),  # type: ignore[arg-type]
+        data_version=engine.data_version,
+    )

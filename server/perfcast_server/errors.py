@@ -1,0 +1,129 @@
+"""From exceptions to google.rpc.Status: one table of reasons, nothing of the server's insides in a message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from google.protobuf import duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc import StatusCode
+from perfcast.v1 import common_pb2
+from perfcast_engine.errors import EngineError
+
+DOMAIN = "perfcast"
+MAX_TEXT, MAX_DETAIL, MAX_DETAILS = 500, 200, 10  # all of it must fit an 8 kB trailer
+RETRY_S = {"LIMIT": 0.1, "LOADING": 0.25, "DRAINING": 0.5, "NOT_READY": 5.0}
+
+# reason -> gRPC code; the contract with every client (spec/07 section 12).
+CODES: Mapping[str, StatusCode] = {
+    "INVALID_FIELD": StatusCode.INVALID_ARGUMENT,
+    "UNSUPPORTED": StatusCode.INVALID_ARGUMENT,
+    "UNKNOWN_MODEL": StatusCode.NOT_FOUND,
+    "UNKNOWN_SYSTEM": StatusCode.NOT_FOUND,
+    "UNKNOWN_BACKEND": StatusCode.NOT_FOUND,
+    "UNKNOWN_VERSION": StatusCode.NOT_FOUND,
+    "UNKNOWN_HANDLE": StatusCode.NOT_FOUND,
+    "PERF_DATA_MISSING": StatusCode.FAILED_PRECONDITION,
+    "EMPIRICAL_BASIS_MISSING": StatusCode.FAILED_PRECONDITION,
+    "SYSTEM_FLOPS_MISSING": StatusCode.FAILED_PRECONDITION,
+    "SOL_NOT_DEFINED": StatusCode.FAILED_PRECONDITION,
+    "OUT_OF_MEMORY": StatusCode.FAILED_PRECONDITION,
+    "NOT_READY": StatusCode.FAILED_PRECONDITION,
+    "EXTRAPOLATION": StatusCode.OUT_OF_RANGE,
+    "DATA_CORRUPT": StatusCode.DATA_LOSS,
+    "STATE_CONFLICT": StatusCode.ABORTED,
+    "LIMIT": StatusCode.RESOURCE_EXHAUSTED,
+    "LOADING": StatusCode.UNAVAILABLE,
+    "DRAINING": StatusCode.UNAVAILABLE,
+    "DEADLINE": StatusCode.DEADLINE_EXCEEDED,
+    "INTERNAL": StatusCode.INTERNAL,
+}
+
+
+class ServiceError(Exception):
+    """A refusal by the server itself rather than by the engine."""
+
+    def __init__(self, reason: str, message: str, **details: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.details = details
+
+
+def invalid(field: str, message: str) -> ServiceError:
+    return ServiceError("INVALID_FIELD", f"{field}: {message}", field=field)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a failed call tells its caller."""
+
+    code: StatusCode
+    reason: str
+    message: str
+    metadata: Mapping[str, str]
+
+    def trailers(self) -> tuple[tuple[str, bytes], ...]:
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        for detail in self._details():
+            status.details.add().Pack(detail)
+        return (("grpc-status-details-bin", status.SerializeToString()),)
+
+    def detail(self) -> common_pb2.ErrorDetail:
+        """The same for a part of a call that fails alone."""
+        return common_pb2.ErrorDetail(reason=self.reason, message=self.message, metadata=self.metadata)
+
+    def _details(self) -> list[Message]:
+        about = self.metadata
+        details: list[Message] = [
+            error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=dict(about)),
+        ]
+        if self.code is StatusCode.INVALID_ARGUMENT:
+            violation = error_details_pb2.BadRequest.FieldViolation(
+                field=about.get("field", ""), description=self.message, reason=self.reason
+            )
+            details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+        elif self.code is StatusCode.NOT_FOUND:
+            details.append(
+                error_details_pb2.ResourceInfo(
+                    resource_type=about.get("kind", ""), resource_name=about.get("name", ""), description=self.message
+                )
+            )
+        elif self.code is StatusCode.RESOURCE_EXHAUSTED:
+            quota = error_details_pb2.QuotaFailure.Violation(subject=about.get("limit", ""), description=self.message)
+            details.append(error_details_pb2.QuotaFailure(violations=[quota]))
+        if self.reason in RETRY_S and about.get("retry", "yes") == "yes":
+            delay = duration_pb2.Duration()
+            delay.FromMilliseconds(int(RETRY_S[self.reason] * 1000))
+            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        return details
+
+
+def refusal(error: Exception, incident: str = "") -> Refusal:
+    """How ``error`` is told to a caller; anything unforeseen is INTERNAL with only the ``incident`` of the log."""
+    if isinstance(error, EngineError | ServiceError):
+        reason = str(error.reason)
+        details = {key: _clean(str(value), MAX_DETAIL) for key, value in list(error.details.items())[:MAX_DETAILS]}
+        return Refusal(CODES.get(reason, StatusCode.FAILED_PRECONDITION), reason, _clean(error.message), details)
+    message = f"internal error; the server's log has it as incident {incident}"
+    return Refusal(StatusCode.INTERNAL, "INTERNAL", message, {"incident": incident} if incident else {})
+
+
+_PATH = re.compile(r"(?<![\w.~-])~?/(?:[^\s/'\":,;)]+/)+")
+
+
+def _clean(text: str, longest: int = MAX_TEXT) -> str:
+    """In printable ASCII, without directories of absolute paths and undue length."""
+    text = _PATH.sub("", text[: 4 * longest])
+    text = "".join(c if c.isprintable() else " " for c in text).encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def code_name(code: StatusCode) -> str:
+    """CamelCase as the grpc_server_handled_total metric spells codes."""
+    if code is StatusCode.OK:
+        return "OK"
+    return "".join(part.capitalize() for part in code.name.split("_"))

@@ -1,0 +1,111 @@
+"""Where the server stands, and the health service that says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from perfcast_server.errors import ServiceError
+
+Status = health_pb2.HealthCheckResponse.ServingStatus
+
+
+class State(Enum):
+    LOADING = 0
+    SERVING = 1
+    DRAINING = 2
+
+
+def draining() -> ServiceError:
+    return ServiceError("DRAINING", "the server is stopping; another replica or a later try will answer")
+
+
+class Lifecycle:
+    """The state of one server; whoever waits for a change hears of it."""
+
+    def __init__(self) -> None:
+        self.state = State.LOADING
+        self._changed = asyncio.Condition()
+
+    async def become(self, state: State) -> None:
+        self.state = state
+        await self.changed()
+
+    async def changed(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def wait(self, timeout: float) -> None:
+        """Until something changed, at most ``timeout`` seconds."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout)
+            except TimeoutError:
+                return
+
+    def require_loaded(self) -> None:
+        if self.state is State.LOADING:
+            raise ServiceError("LOADING", "tables are still loading; try again shortly")
+
+    def require_serving(self) -> None:
+        self.require_loaded()
+        if self.state is State.DRAINING:
+            raise draining()
+
+
+class Health:
+    """grpc.health.v1: "" is the live process, each service by its name, "engine/<handle>" an engine kept ready."""
+
+    WATCH_POLL_S = 5.0
+
+    def __init__(self, lifecycle: Lifecycle, services: Iterable[str], has_engine: Callable[[str], bool]) -> None:
+        self._lifecycle = lifecycle
+        self._services = frozenset(services)
+        self._has_engine = has_engine
+
+    def status(self, name: str) -> int | None:
+        """The serving status of ``name``, None where it is not known."""
+        state = self._lifecycle.state
+        if name.startswith("engine/"):
+            known, up = self._has_engine(name.removeprefix("engine/")), state is State.SERVING
+        else:
+            known, up = name == "" or name in self._services, state is State.SERVING
+            if name == "":
+                up = state is not State.DRAINING
+        if not known:
+            return None
+        return int(Status.Value("SERVING" if up else "NOT_SERVING"))
+
+    async def check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        status = self.status(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        told: int | None = None
+        while True:
+            status = self.status(request.service)
+            status = int(Status.Value("SERVICE_UNKNOWN")) if status is None else status
+            if status != told:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                told = status
+            if self._lifecycle.state is State.DRAINING:
+                return
+            await self._lifecycle.wait(self.WATCH_POLL_S)
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        response = health_pb2.HealthCheckResponse.SerializeToString
+        request = health_pb2.HealthCheckRequest.FromString
+        return grpc.method_handlers_generic_handler(
+            "grpc.health.v1.Health",
+            {
+                "Check": grpc.unary_unary_rpc_method_handler(self.check, request, response),
+                "Watch": grpc.unary_stream_rpc_method_handler(self.watch, request, response),
+            },
+        )

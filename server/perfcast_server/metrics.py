@@ -1,0 +1,47 @@
+"""Prometheus metrics: the ecosystem's grpc_server_* names and our own (spec/07 section 12)."""
+
+from __future__ import annotations
+
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+RPC = ("grpc_type", "grpc_service", "grpc_method")
+RPC_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
+POINT_SECONDS = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own so that servers in one process do not mix."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.started = Counter("grpc_server_started", "RPCs started", RPC, registry=registry)
+        self.handled = Counter("grpc_server_handled", "RPCs finished", (*RPC, "grpc_code"), registry=registry)
+        self.seconds = Histogram(
+            "grpc_server_handling_seconds", "Time in the handler", RPC, buckets=RPC_SECONDS, registry=registry
+        )
+        self.received = Counter("grpc_server_msg_received", "Stream messages received", RPC, registry=registry)
+        self.sent = Counter("grpc_server_msg_sent", "Stream messages sent", RPC, registry=registry)
+        self.in_work = Gauge("grpc_server_in_work", "RPCs in work or waiting", registry=registry)
+        self.points = Counter("predict_points", "Points predicted", ("kind",), registry=registry)
+        self.point_seconds = Histogram(
+            "predict_point_seconds", "Engine time per point", ("kind",), buckets=POINT_SECONDS, registry=registry
+        )
+        self.engine_hits = Counter("engine_cache_hits", "Requests that found their engine ready", registry=registry)
+        self.engine_misses = Counter("engine_cache_misses", "Requests that had to load one", registry=registry)
+        self.engines = Gauge("engine_cache_entries", "Engines kept ready", registry=registry)
+        self.load_seconds = Histogram(
+            "engine_load_seconds", "Time to make an engine ready", buckets=LOAD_SECONDS, registry=registry
+        )
+        self.response_hits = Counter("response_cache_hits", "Answers given from bytes", registry=registry)
+        self.response_misses = Counter("response_cache_misses", "Answers worked out", registry=registry)
+        self.response_bytes = Gauge("response_cache_bytes", "Bytes of kept answers", registry=registry)
+        self.data_misses = Counter("data_miss", "Points without measured data", ("op",), registry=registry)
+        self.refusals = Counter("refusals", "Calls refused, by reason", ("reason",), registry=registry)
+
+    def serve(self, host: str, port: int) -> WSGIServer:
+        """Start the HTTP endpoint in a thread of its own; the server's ``server_port`` says where."""
+        server, _thread = start_http_server(port, host, self.registry)
+        return server

@@ -1,0 +1,163 @@
+"""The Prediction service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+from perfcast.v1 import prediction_pb2
+from perfcast_engine.answer import Answer, Miss
+from perfcast_engine.errors import EngineError
+from perfcast_engine.step_result import StepResult
+
+from perfcast_server import wire
+from perfcast_server.engines import Engines, Ready
+from perfcast_server.errors import ServiceError, invalid, refusal
+from perfcast_server.metrics import Metrics
+from perfcast_server.rpc import Stream, Unary
+from perfcast_server.settings import Settings
+from perfcast_server.steps import Query, check_size, query
+
+SERVICE = "perfcast.v1.Prediction"
+
+
+class Prediction:
+    """Answers how long forward passes take. Small questions on a loaded engine are answered on the event loop."""
+
+    def __init__(self, engines: Engines, settings: Settings, metrics: Metrics) -> None:
+        self._engines = engines
+        self._settings = settings
+        self._metrics = metrics
+
+    def methods(self) -> tuple[Unary | Stream, ...]:
+        return (
+            Unary("ResolveEngine", prediction_pb2.ResolveEngineRequest, self.resolve_engine),
+            Unary("PredictStep", prediction_pb2.PredictStepRequest, self.predict_step),
+            Unary("PredictSteps", prediction_pb2.PredictStepsRequest, self.predict_steps),
+            Stream("StreamSteps", prediction_pb2.StreamStepsRequest, self.stream_steps),
+        )
+
+    async def resolve_engine(self, request: prediction_pb2.ResolveEngineRequest) -> Message:
+        ready = await self._engines.of(request)
+        engine = ready.engine
+        return prediction_pb2.ResolveEngineResponse(
+            engine=ready.stamp,
+            resolved=wire.config_message(engine.config, ready.original),
+            gpus_total=engine.config.parallel.gpus,
+            model_family=engine.model.family,
+            notes=engine.notes,
+        )
+
+    async def predict_step(self, request: prediction_pb2.PredictStepRequest) -> Message:
+        asked = query(request, "step")
+        ready = await self._engines.of(request)
+        result = (await self._ask(ready, asked, request.include_operators)).raise_first()
+        return prediction_pb2.PredictStepResponse(
+            engine=ready.stamp,
+            latency_ms=float(result.ms[0]),
+            provenance=wire.provenance(result.by_source, result.tier),
+            operators=[
+                prediction_pb2.OperatorLatency(
+                    name=name, latency_ms=float(answer.ms[0]), source=wire.source_number(int(answer.source[0]))
+                )
+                for name, answer in (result.operators or {}).items()
+            ],
+        )
+
+    async def predict_steps(self, request: prediction_pb2.PredictStepsRequest) -> Message:
+        ready = await self._engines.of(request)
+        if self._is_small(request):
+            return self._steps(ready, request)
+        return await self._engines.off_loop(lambda: self._steps(ready, request))
+
+    def _is_small(self, request: prediction_pb2.PredictStepsRequest) -> bool:
+        """Whether reading and answering the columns holds up the event loop no longer than a scalar question."""
+        return request.ByteSize() <= 8 * self._settings.inline_points and not request.HasField("decode_trajectory")
+
+    def _steps(self, ready: Ready, request: prediction_pb2.PredictStepsRequest) -> Message:
+        asked = self._checked(query(request, "steps"))
+        result = self._timed(ready, asked, request.include_operators)
+        if not request.allow_misses and result.misses:
+            point, error = min(result.errors().items(), key=lambda item: item[0])
+            raise ServiceError(str(error.reason), f"point {point}: {error.message}", point=str(point), **error.details)
+        return _columns(ready, result, request.include_provenance)
+
+    async def stream_steps(
+        self, requests: AsyncIterator[prediction_pb2.StreamStepsRequest]
+    ) -> AsyncIterator[prediction_pb2.StreamStepsResponse]:
+        ready: Ready | None = None
+        async for request in requests:
+            answer = prediction_pb2.StreamStepsResponse(sequence=request.sequence)
+            try:
+                asked = query(request, "step")
+                if request.WhichOneof("engine") is not None:
+                    ready = await self._engines.of(request)
+                    answer.engine.CopyFrom(ready.stamp)
+                if ready is None:
+                    raise invalid("engine", "is missing in the first message; give config or handle")
+                result = await self._ask(ready, asked, False)
+                answer.latency_ms = float(result.raise_first().ms[0])
+            except (EngineError, ServiceError) as error:
+                answer.error.CopyFrom(refusal(error).detail())
+            yield answer
+
+    async def _ask(self, ready: Ready, asked: Query, operators: bool) -> StepResult:
+        self._checked(asked)
+        if asked.weight <= self._settings.inline_points:
+            return self._timed(ready, asked, operators)
+        return await self._engines.off_loop(lambda: self._timed(ready, asked, operators))
+
+    def _checked(self, asked: Query) -> Query:
+        check_size(asked, self._settings.max_points_per_request)
+        return asked
+
+    def _timed(self, ready: Ready, asked: Query, operators: bool) -> StepResult:
+        began = perf_counter()
+        result = asked.ask(ready.engine, operators)
+        self._metrics.points.labels(asked.kind).inc(asked.points)
+        self._metrics.point_seconds.labels(asked.kind).observe((perf_counter() - began) / asked.points)
+        return result
+
+
+def _columns(ready: Ready, result: StepResult, per_point: bool) -> prediction_pb2.PredictStepsResponse:
+    missed = np.isnan(result.ms)
+    answered = ~missed
+    response = prediction_pb2.PredictStepsResponse(
+        engine=ready.stamp,
+        latency_ms=np.where(missed, 0.0, result.ms).tolist(),
+        provenance=wire.provenance(result.by_source[answered], result.tier[answered]),
+        operators=[_operator(name, answer) for name, answer in (result.operators or {}).items()],
+        misses=_misses(result.misses),
+    )
+    if per_point:
+        response.point_provenance.CopyFrom(_point_provenance(result))
+    return response
+
+
+def _point_provenance(result: StepResult) -> prediction_pb2.ProvenanceColumns:
+    whole = result.by_source.sum(axis=1, keepdims=True)
+    shares = np.divide(result.by_source, whole, out=np.zeros_like(result.by_source), where=whole > 0)
+    columns: dict[str, Any] = {name: column.tolist() for name, column in zip(wire.SHARES, shares.T, strict=True)}
+    return prediction_pb2.ProvenanceColumns(**columns, tier=(result.tier + 1).tolist())
+
+
+def _operator(name: str, answer: Answer) -> prediction_pb2.OperatorColumns:
+    source = answer.source[:1] if (answer.source == answer.source[0]).all() else answer.source
+    return prediction_pb2.OperatorColumns(
+        name=name, latency_ms=np.nan_to_num(answer.ms).tolist(), source=(source + 1).tolist()
+    )
+
+
+def _misses(misses: list[Miss]) -> list[prediction_pb2.PointMisses]:
+    """Each point once, under the first error that it met."""
+    told: list[prediction_pb2.PointMisses] = []
+    seen = np.zeros(len(misses[0][0]), np.bool_) if misses else np.zeros(0, np.bool_)
+    for mask, error in misses:
+        fresh = np.flatnonzero(mask & ~seen)
+        if len(fresh):
+            told.append(prediction_pb2.PointMisses(points=fresh.tolist(), error=refusal(error).detail()))
+            seen |= mask
+    return told

@@ -1,0 +1,24 @@
+"""gRPC reflection, under the name of its current version too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha._async import ReflectionServicer
+
+V1, V1ALPHA = "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"
+
+
+def add(server: grpc.aio.Server, services: Iterable[str]) -> None:
+    """Serve reflection of ``services``. The messages of v1 and v1alpha are equal on the wire."""
+    servicer = ReflectionServicer((*services, V1, V1ALPHA))
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        tuple(grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in (V1, V1ALPHA))
+    )

@@ -1,0 +1,238 @@
+"""What every call passes through: cache, admission, single flight, errors and metrics; bytes in, bytes out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from perfcast_server.cache import Lru, SingleFlight
+from perfcast_server.errors import ServiceError, code_name, invalid, refusal
+from perfcast_server.lifecycle import Lifecycle, draining
+from perfcast_server.metrics import Metrics
+from perfcast_server.settings import Settings
+
+log = logging.getLogger("perfcast.rpc")
+
+LARGEST_KEPT = 1 << 20  # request or answer; larger ones are not worth their room in the cache
+Key = tuple[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Unary:
+    """One RPC: its name, the type of its request, and what answers it."""
+
+    name: str
+    request: type[Message]
+    answer: Callable[[Any], Awaitable[Message]]
+    cached: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A bidirectional RPC: ``answers`` turns the requests into answers."""
+
+    name: str
+    request: type[Message]
+    answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
+
+
+def parsed(kind: type[Message], data: bytes) -> Any:
+    """The message, refused if malformed or if it says something that this build does not know."""
+    try:
+        message = kind.FromString(data)
+    except DecodeError:
+        raise invalid("request", f"is not a well-formed {kind.DESCRIPTOR.full_name}") from None
+    size = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() != size:
+        raise invalid("request", f"holds fields that this server's {kind.DESCRIPTOR.full_name} does not know")
+    return message
+
+
+class Rpc:
+    """Turns answers into gRPC handlers. One per server: it holds the caches and the count of work admitted."""
+
+    def __init__(self, settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> None:
+        self._settings = settings
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._in_work = 0
+        self._streams = 0
+        self._idle: set[asyncio.Task[Any]] = set()
+        self._ended: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self._flights: SingleFlight[Key, bytes] = SingleFlight()
+        self._kept: Lru[Key, bytes] = Lru(
+            settings.response_cache_bytes, size=lambda key, answer: len(key[1]) + len(answer) + 256
+        )
+
+    def forget(self) -> None:
+        """Drop all kept answers; for when the data behind them change."""
+        self._kept.clear()
+
+    def handlers(self, service: str, methods: Iterable[Unary | Stream]) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            service,
+            {
+                method.name: (
+                    grpc.unary_unary_rpc_method_handler(self._unary(service, method))
+                    if isinstance(method, Unary)
+                    else grpc.stream_stream_rpc_method_handler(self._stream(service, method))
+                )
+                for method in methods
+            },
+        )
+
+    def _unary(self, service: str, method: Unary) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        meter = _Meter(self._metrics, "unary", service, method.name)
+        path = f"{service}/{method.name}"
+
+        async def handle(request: bytes, context: Any) -> bytes:
+            began = meter.start()
+            key = (path, request)
+            answer = self._kept.get(key)
+            if answer is not None:
+                self._metrics.response_hits.inc()
+                meter.finish(began)
+                return answer
+            try:
+                answer = await self._admitted(method, key, context)
+            except asyncio.CancelledError:
+                meter.finish(began, grpc.StatusCode.CANCELLED)
+                raise
+            except Exception as error:
+                await self._abort(error, context, meter, began)
+            meter.finish(began)
+            return answer
+
+        return handle
+
+    async def _admitted(self, method: Unary, key: Key, context: Any) -> bytes:
+        self._lifecycle.require_loaded()  # while draining, gRPC itself turns new calls away
+        limit = self._settings.max_concurrent_requests
+        if self._in_work >= limit:
+            raise ServiceError("LIMIT", f"{limit} requests are in work already", limit="max_concurrent_requests")
+        remaining = context.time_remaining()
+        if remaining is not None and remaining <= 0:
+            raise ServiceError("DEADLINE", "the deadline passed before the work began")
+        self._in_work += 1
+        self._metrics.in_work.set(self._in_work)
+        try:
+            if not method.cached:
+                return await self._answered(method, key[1])
+            self._metrics.response_misses.inc()
+            return await self._flights.do(key, lambda: self._remembered(method, key))
+        finally:
+            self._in_work -= 1
+            self._metrics.in_work.set(self._in_work)
+
+    async def _answered(self, method: Unary, request: bytes) -> bytes:
+        answer = await method.answer(parsed(method.request, request))
+        data = answer.SerializeToString()
+        if len(data) > self._settings.max_message_bytes:
+            raise ServiceError(
+                "LIMIT",
+                f"the answer has {len(data)} bytes, more than {self._settings.max_message_bytes}; ask fewer points",
+                limit="max_message_bytes",
+                retry="no",
+            )
+        return data
+
+    async def _remembered(self, method: Unary, key: Key) -> bytes:
+        answer = await self._answered(method, key[1])
+        if len(answer) <= LARGEST_KEPT and len(key[1]) <= LARGEST_KEPT:
+            self._kept.put(key, answer)
+            self._metrics.response_bytes.set(self._kept.held)
+        return answer
+
+    def _stream(self, service: str, method: Stream) -> Callable[[Any, Any], Awaitable[None]]:
+        meter = _Meter(self._metrics, "bidi_stream", service, method.name)
+
+        async def requests(context: Any, task: asyncio.Task[Any]) -> AsyncIterator[Any]:
+            while True:
+                self._lifecycle.require_serving()
+                self._idle.add(task)
+                try:
+                    data = await context.read()
+                finally:
+                    self._idle.discard(task)
+                if data is grpc.aio.EOF:
+                    return
+                meter.received.inc()
+                yield parsed(method.request, data)
+
+        async def handle(_: Any, context: Any) -> None:
+            began = meter.start()
+            task = asyncio.current_task()
+            assert task is not None
+            try:
+                self._lifecycle.require_serving()
+                if self._streams >= self._settings.max_streams:
+                    raise ServiceError("LIMIT", f"{self._streams} streams are open already", limit="max_streams")
+                self._streams += 1
+                try:
+                    async for answer in method.answers(requests(context, task)):
+                        await context.write(answer.SerializeToString())
+                        meter.sent.inc()
+                finally:
+                    self._streams -= 1
+            except asyncio.CancelledError:
+                if task not in self._ended:
+                    meter.finish(began, grpc.StatusCode.CANCELLED)
+                    raise
+                task.uncancel()
+                await self._abort(draining(), context, meter, began)
+            except Exception as error:
+                await self._abort(error, context, meter, began)
+            meter.finish(began)
+
+        return handle
+
+    def end_idle_streams(self) -> None:
+        """End the streams that wait for their caller, so that a drain waits for work only."""
+        for task in self._idle:
+            self._ended.add(task)
+            task.cancel()
+
+    async def _abort(self, error: Exception, context: Any, meter: _Meter, began: float) -> NoReturn:
+        incident = secrets.token_hex(4)
+        told = refusal(error, incident)
+        if told.code is grpc.StatusCode.INTERNAL:
+            log.error("unforeseen error", exc_info=error, extra={"method": meter.name, "incident": incident})
+        else:
+            log.debug("refused", extra={"method": meter.name, "reason": told.reason, "text": told.message})
+        if "op" in told.metadata:
+            self._metrics.data_misses.labels(told.metadata["op"]).inc()
+        self._metrics.refusals.labels(told.reason).inc()
+        meter.finish(began, told.code)
+        await context.abort(told.code, told.message, told.trailers())
+        raise AssertionError("abort returned")
+
+
+class _Meter:
+    """The grpc_server_* metrics of one method, resolved once."""
+
+    def __init__(self, metrics: Metrics, kind: str, service: str, method: str) -> None:
+        labels = (kind, service, method)
+        self.name = f"{service}/{method}"
+        self._started = metrics.started.labels(*labels)
+        self._seconds = metrics.seconds.labels(*labels)
+        self._handled = {code: metrics.handled.labels(*labels, code_name(code)) for code in grpc.StatusCode}
+        self.received = metrics.received.labels(*labels)
+        self.sent = metrics.sent.labels(*labels)
+
+    def start(self) -> float:
+        self._started.inc()
+        return perf_counter()
+
+    def finish(self, began: float, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
+        self._seconds.observe(perf_counter() - began)
+        self._handled[code].inc()

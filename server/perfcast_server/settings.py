@@ -1,0 +1,125 @@
+"""How the server is run: flags over environment over file, in one frozen record."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+ENV_PREFIX = "PERFCAST_"
+
+
+class SettingsError(ValueError):
+    """A setting is unknown or malformed; says where it came from."""
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Every knob of ``perfcast serve``. The command line, the environment and the file all know these names."""
+
+    host: str = _setting("127.0.0.1", "address to listen on; empty for none (with --unix-socket)")
+    port: int = _setting(50051, "TCP port; 0 picks a free one")
+    unix_socket: str = _setting("", "path of a Unix socket to listen on as well")
+    metrics_host: str = _setting("127.0.0.1", "address of the metrics endpoint")
+    metrics_port: int = _setting(9464, "HTTP port of the Prometheus metrics; 0 picks a free one, -1 is off")
+    data: tuple[str, ...] = _setting((), "roots with measured packs, searched before the shipped ones")
+    workers: int = _setting(0, "threads for heavy predictions; 0 means one per core, at least 2")
+    max_concurrent_requests: int = _setting(256, "requests in work or waiting; more are refused at once")
+    max_streams: int = _setting(64, "step streams open at once; more are refused at once")
+    max_points_per_request: int = _setting(1_000_000, "points of one request; each sample of a trajectory is one")
+    inline_points: int = _setting(256, "requests up to this size on a loaded engine skip the thread pool")
+    max_message_bytes: int = _setting(16 << 20, "largest message, both ways")
+    max_config_json_bytes: int = _setting(1 << 20, "largest inline config.json")
+    response_cache_bytes: int = _setting(64 << 20, "bound of the cache of serialised answers; 0 is off")
+    max_engines: int = _setting(128, "engines kept ready; the least recently used leaves first")
+    max_handles: int = _setting(4096, "configurations remembered by handle")
+    drain_delay_s: float = _setting(0.0, "seconds between NOT_SERVING and refusing new calls on SIGTERM")
+    drain_grace_s: float = _setting(30.0, "seconds that work in flight may still take on SIGTERM")
+    max_connection_age_s: float = _setting(300.0, "age at which a connection is asked to reconnect")
+    min_ping_interval_s: float = _setting(10.0, "least time between keepalive pings of a client")
+    reflection: bool = _setting(True, "serve gRPC reflection")
+    log_level: str = _setting("info", "debug, info, warning or error")
+    log_format: str = _setting("json", "json, or text for people")
+
+    def __post_init__(self) -> None:
+        if not self.host and not self.unix_socket:
+            raise SettingsError("neither host nor unix_socket to listen on")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise SettingsError(f"log_level: {self.log_level!r} is not one of debug, info, warning, error")
+        if self.log_format not in ("json", "text"):
+            raise SettingsError(f"log_format: {self.log_format!r} is not one of json, text")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            least = -1 if item.name == "metrics_port" else 1 if item.name.startswith("max_") else 0
+            if isinstance(value, int | float) and not value >= least:
+                raise SettingsError(f"{item.name}: {value} is less than {least}")
+        if max(self.port, self.metrics_port) > 65535:
+            raise SettingsError("a port is larger than 65535")
+
+
+def load(flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ, file: str | None = None) -> Settings:
+    """Settings from ``flags`` (None means not given), else PERFCAST_* variables, else a TOML or YAML ``file``."""
+    known = {item.name: item for item in fields(Settings)}
+    values: dict[str, Any] = {}
+    if file is not None:
+        for name, value in _read(Path(file)).items():
+            key = name.replace("-", "_")
+            if key not in known:
+                raise SettingsError(f"{file}: unknown setting {name!r}; known are {', '.join(known)}")
+            values[key] = _parsed(known[key], value, file)
+    for key, item in known.items():
+        if (text := environment.get(ENV_PREFIX + key.upper())) is not None:
+            values[key] = _parsed(item, text, ENV_PREFIX + key.upper())
+    values.update({key: value for key, value in flags.items() if value is not None})
+    return Settings(**values)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            values = yaml.safe_load(text)
+        else:
+            values = tomllib.loads(text)
+    except Exception as error:
+        raise SettingsError(f"{path} is not well-formed: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise SettingsError(f"{path} does not hold a mapping of settings")
+    return values
+
+
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _parsed(item: Field[Any], value: Any, where: str) -> Any:
+    """``value`` as the type of the setting's default; text is parsed, anything else must be of that type."""
+    kind: Any = type(item.default)
+    if kind is tuple:
+        parts = value.split(",") if isinstance(value, str) else value
+        if isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts):
+            return tuple(part.strip() for part in parts if part.strip())
+    elif kind is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in TRUE + FALSE:
+            return value.lower() in TRUE
+    elif isinstance(value, str) or (kind is float and isinstance(value, int)) or type(value) is kind:
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    raise SettingsError(f"{where}: {item.name} = {value!r} is not of type {kind.__name__}")

@@ -1,0 +1,167 @@
+"""The kinds of steps: which fields each has, what is legal in them, and how the engine is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from google.protobuf.message import Message
+from numpy.typing import NDArray
+from perfcast_engine.step_result import StepResult
+
+from perfcast_server.errors import ServiceError, invalid
+
+MAX_COUNT = 2**31 - 1
+MAX_BEAM = 1024
+
+
+class Stepper(Protocol):
+    """What an engine can be asked; every argument a number or an array (N,), ``operators`` for the breakdown."""
+
+    def prefill(self, batch: Any, isl: Any, prefix: Any, imbalance: Any, *, operators: bool) -> StepResult: ...
+    def decode_step(self, gen_requests: Any, isl: Any, osl: Any, *, operators: bool) -> StepResult: ...
+    def decode(self, batch: Any, isl: Any, osl: Any, beam: Any, stride: int, *, operators: bool) -> StepResult: ...
+    def mixed(
+        self, ctx_tokens: Any, gen_requests: Any, isl: Any, osl: Any, prefix: Any, *, operators: bool
+    ) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a step: its name in the contract and in the engine, its least value, its default if it has one."""
+
+    wire: str
+    engine: str
+    least: int = 0
+    default: int | float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of step. ``call`` is the engine's method; ``below`` pairs fields of which the first must be smaller."""
+
+    call: str
+    fields: tuple[Field, ...]
+    below: tuple[str, str] | None = None
+
+
+PREFIX = Field("prefix_tokens", "prefix", default=0)
+BATCH = Field("batch_per_rank", "batch", least=1)
+ISL = Field("isl_tokens", "isl", least=1)
+OSL = Field("osl_tokens", "osl", least=1)
+KINDS: Mapping[str, Kind] = {
+    "prefill": Kind(
+        "prefill",
+        (BATCH, ISL, PREFIX, Field("attention_imbalance", "imbalance", default=1.0)),
+        below=("prefix_tokens", "isl_tokens"),
+    ),
+    "decode_step": Kind("decode_step", (Field("batch_per_rank", "gen_requests", least=1), ISL, OSL)),
+    "decode_trajectory": Kind("decode", (BATCH, ISL, OSL)),
+    "mixed": Kind(
+        "mixed",
+        (Field("ctx_tokens_per_rank", "ctx_tokens"), Field("gen_requests_per_rank", "gen_requests"), ISL, OSL, PREFIX),
+        below=("prefix_tokens", "isl_tokens"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One question to an engine. ``points`` it returns; ``weight`` counts every evaluated sample."""
+
+    kind: str
+    points: int
+    weight: int
+    arguments: Mapping[str, Any]
+
+    def ask(self, engine: Stepper, operators: bool = False) -> StepResult:
+        result: StepResult = getattr(engine, KINDS[self.kind].call)(**self.arguments, operators=operators)
+        return result
+
+
+def query(request: Message, group: str) -> Query:
+    """The question in the oneof ``group`` of a request: "step" holds numbers, "steps" holds columns."""
+    name = request.WhichOneof(group)
+    if name is None:
+        raise invalid(group, f"is missing; give one of {', '.join(KINDS)}")
+    kind, message = KINDS[name], getattr(request, name)
+    values = {field.wire: _values(message, field, f"{name}.{field.wire}") for field in kind.fields}
+    points = _length(values, name)
+    if kind.below is not None:
+        small, large = kind.below
+        if (index := _first(np.atleast_1d(values[small] >= values[large]))) is not None:
+            at = f"[{index}]" if group == "steps" else ""
+            raise invalid(f"{name}.{small}{at}", f"must be smaller than {large}")
+    arguments = {field.engine: values[field.wire] for field in kind.fields}
+    if name != "decode_trajectory":
+        return Query(name, points, points, arguments)
+    arguments["beam"] = _scalar(message.beam_width or 1, Field("beam_width", "beam", least=1), f"{name}.beam_width")
+    if arguments["beam"] > MAX_BEAM:
+        raise invalid(f"{name}.beam_width", f"must be at most {MAX_BEAM}")
+    stride = _scalar(message.stride or 32, Field("stride", "stride", least=1), f"{name}.stride")
+    samples = np.broadcast_to(np.ceil((np.atleast_1d(values["osl_tokens"]) - 1) / stride), (points,))
+    return Query(name, points, max(points, int(samples.sum())), {**arguments, "stride": stride})
+
+
+def check_size(asked: Query, limit: int) -> None:
+    if asked.weight > limit:
+        advice = "a larger stride or fewer points" if asked.weight > asked.points else "fewer points"
+        raise ServiceError(
+            "LIMIT",
+            f"{asked.weight} points, more than {limit}; ask for {advice}",
+            limit="max_points_per_request",
+            retry="no",
+        )
+
+
+def _values(message: Message, field: Field, path: str) -> Any:
+    value = getattr(message, field.wire)
+    if isinstance(value, int | float):
+        return _scalar(value, field, path)
+    if not len(value):
+        if field.default is None:
+            raise invalid(path, "is empty")
+        return field.default
+    default = field.default
+    column: NDArray[Any] = np.fromiter(value, np.float64 if isinstance(default, float) else np.int64, len(value))
+    if isinstance(default, float):
+        column[column == 0] = default
+        bad = ~(np.isfinite(column) & (column > 0))
+    else:
+        bad = column < field.least
+    if (index := _first(bad)) is not None:
+        raise invalid(f"{path}[{index}]", _legal(field))
+    return column
+
+
+def _scalar(value: float, field: Field, path: str) -> float | int:
+    if isinstance(field.default, float):
+        value = value or field.default
+        if not 0 < value < float("inf"):
+            raise invalid(path, _legal(field))
+    elif not field.least <= value <= MAX_COUNT:
+        raise invalid(path, _legal(field))
+    return value
+
+
+def _legal(field: Field) -> str:
+    if isinstance(field.default, float):
+        return "must be a positive finite number"
+    return f"must be a whole number from {field.least} to {MAX_COUNT}"
+
+
+def _length(values: Mapping[str, Any], name: str) -> int:
+    lengths: dict[str, int] = {
+        wire: len(column) for wire, column in values.items() if isinstance(column, np.ndarray) and len(column) != 1
+    }
+    points = max(lengths.values(), default=1)
+    for wire, length in lengths.items():
+        if length != points:
+            raise invalid(f"{name}.{wire}", f"has {length} values where another column has {points}")
+    return points
+
+
+def _first(bad: NDArray[np.bool_]) -> int | None:
+    return int(np.argmax(bad)) if bad.any() else None
