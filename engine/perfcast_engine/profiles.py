@@ -1,4 +1,4 @@
-"""Profiles: which known faults of the reference an answer reproduces and which it mends (spec/06 section 16).
+"""Profiles: which known faults of the reference an answer reproduces and which it mends (spec/06 and 05 section 16).
 
 A switch is one fault. It names the value that reproduces the reference and the value that mends it; code asks
 ``profile[SWITCH]`` and never compares a profile's name.
@@ -16,13 +16,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Switch(Generic[T]):
-    """One fault: ``row`` of spec/06 section 16, why it is one, and the value of each profile."""
+    """One fault: ``row`` of section 16 of ``spec``, why it is one, and the value of each profile."""
 
     name: str
     row: int
     reason: str
     reference: T
     corrected: T
+    spec: str = "06"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,78 @@ def profile_named(name: str) -> Profile:
         raise InvalidField("profile", f"unknown profile {name!r}; one of {', '.join(PROFILES)}", why="profile")
     return PROFILES[name] if name else CORRECTED
 
+
+# --- models ----------------------------------------------------------------------------------------------------------
+MOE_PREFILL_SKIPS_HEAD = Switch(
+    "moe_prefill_skips_lm_head",
+    1,
+    "MOE families list no logits GEMM in prefill, though every engine runs it for the last token of each request and "
+    "keeps its weights",
+    True,
+    False,
+    "05",
+)
+WIDE_SKIPS_HEAD = Switch(
+    "sglang_large_ep_skips_lm_head",
+    11,
+    "SGLang's large-EP lists of latent and sparse attention have no LM head in either phase, nor its weights",
+    True,
+    False,
+    "05",
+)
+ONE_IS_GLOBAL = Switch(
+    "hybrid_pattern_one_is_global",
+    2,
+    "MiMo-V2-Flash publishes 9 global and 39 sliding layers, 1 for sliding; read the other way round it has 39 global",
+    True,
+    False,
+    "05",
+)
+NORMS_NAME_ATTENTION = Switch(
+    "norm_exclusions_name_attention",
+    3,
+    "an exclusion list that names norms inside self_attn (GLM-5-FP8) is taken to exclude its projections too",
+    True,
+    False,
+    "05",
+)
+MLA_OF_128_HEADS = Switch(
+    "mla_kernels_of_128_heads",
+    7,
+    "MLA kernels are asked for 128 / tp heads whatever the model has (Kimi K2 has 64)",
+    True,
+    False,
+    "05",
+)
+NAS_WITHOUT_KV = Switch(
+    "nemotron_nas_without_kv",
+    14,
+    "Nemotron-NAS states its KV heads per block; read from the top level they are 0 and so is the cache",
+    True,
+    False,
+    "05",
+)
+STATE_LAYERS_HOLD_KV = Switch(
+    "state_layers_hold_kv",
+    20,
+    "every layer of Nemotron-H is charged as attention; only attention layers hold KV, mamba layers a constant state",
+    True,
+    False,
+)
+WINDOWS_HOLD_ALL_KV = Switch(
+    "windowed_layers_hold_all_kv",
+    20,
+    "hybrid models are charged full-length KV of one head count and width for sliding and global layers alike",
+    True,
+    False,
+)
+KV_ON_EVERY_STAGE = Switch(
+    "kv_on_every_pipeline_stage",
+    20,
+    "every pipeline stage is charged the KV cache of all layers, though it holds those of its own",
+    True,
+    False,
+)
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 ATTENTION_BY_ROLE = Switch(

@@ -1,0 +1,166 @@
+"""EngineConfig: everything that decides which engine is asked, validated, hashable, with a content handle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from functools import cached_property
+from typing import Any, Literal
+
+from perfcast_engine import quant
+from perfcast_engine.errors import InvalidField
+from perfcast_engine.models.spec import ModelSpec
+from perfcast_engine.profiles import profile_named
+from perfcast_engine.tables.database import TRANSFER_PRESETS, Mode
+
+MAX_WIDTH = 4096
+MAX_NEXTN = 64
+CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "resolution": ("estimate", "search"),
+    "role": ("both", "prefill", "decode"),
+    "moe_backend": (None, "megamoe", "deepep_moe"),
+    "database_mode": tuple(Mode),
+    "transfer_policy": tuple(TRANSFER_PRESETS),
+}
+
+
+def _whole(owner: object, path: str, least: int, most: int, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise InvalidField(
+                f"{path}{name}", f"must be a whole number from {least} to {most}, not {value!r:.40}", why="range"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Parallel widths of one engine. Of moe_tp and moe_ep one may be None: it follows from the other."""
+
+    tp: int = 1
+    pp: int = 1
+    attn_dp: int = 1
+    cp: int = 1
+    moe_tp: int | None = None
+    moe_ep: int | None = None
+
+    def __post_init__(self) -> None:
+        _whole(self, "parallel.", 1, MAX_WIDTH, *(f.name for f in fields(self)))
+        for name in ("tp", "pp", "attn_dp", "cp"):
+            if getattr(self, name) is None:
+                raise InvalidField(f"parallel.{name}", "is missing", why="range")
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.attn_dp * self.cp
+
+    @property
+    def width(self) -> int:
+        """GPUs of one pipeline stage, which the experts share."""
+        return self.tp * self.attn_dp * self.cp
+
+
+@dataclass(frozen=True, slots=True)
+class QuantOverrides:
+    """Explicit modes; None takes what the checkpoint implies."""
+
+    gemm: str | None = None
+    moe: str | None = None
+    kv_cache: str | None = None
+    fmha: str | None = None
+    comm: str | None = None
+
+    def __post_init__(self) -> None:
+        tables = (quant.GEMM, quant.MOE, quant.KV_CACHE, quant.FMHA, quant.COMM)
+        for f, table in zip(fields(self), tables, strict=True):
+            value = getattr(self, f.name)
+            if value is not None:
+                quant.mode(table, value, f"quant.{f.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class MoeComm:
+    """All-to-all backend of each phase under large expert parallelism; None keeps the fused form."""
+
+    context: str | None = None
+    generation: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.context is not None or self.generation is not None
+
+
+FUSED = MoeComm()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One engine: model x system x backend x parallel widths x modes.
+
+    ``model`` is a registry id or a ModelSpec (``models.config_json``). ``moe_comm`` None lets the resolver decide.
+    ``resolution`` picks the quantisation rules of a single estimate or of a search; ``role`` the phases it must serve.
+    Raises InvalidField naming the field.
+    """
+
+    model: str | ModelSpec
+    system: str
+    backend: str
+    version: str = "current"
+    parallel: ParallelConfig = ParallelConfig()
+    quant: QuantOverrides = QuantOverrides()
+    database_mode: Mode = Mode.SILICON
+    transfer_policy: str = "aggressive"
+    nextn: int | Literal["auto"] = 0
+    attention_backend: str | None = None
+    moe_backend: str | None = None
+    eplb: bool = False
+    slots: int | None = None
+    workload_distribution: str = "power_law"
+    encoder_dp: bool = True
+    language_only: bool = False
+    layers: int | None = None
+    moe_comm: MoeComm | None = None
+    resolution: Literal["estimate", "search"] = "estimate"
+    role: Literal["both", "prefill", "decode"] = "both"
+    profile: str = "corrected"
+    allow_unlisted_version: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("system", "backend", "version", "workload_distribution"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not 0 < len(value) <= 128:
+                raise InvalidField(name, "must be a name of 1 to 128 characters", why="name")
+        if not isinstance(self.model, ModelSpec) and not (isinstance(self.model, str) and 0 < len(self.model) <= 256):
+            raise InvalidField("model", "must be a model id of 1 to 256 characters or a ModelSpec", why="name")
+        if self.nextn != "auto":
+            _whole(self, "", 0, MAX_NEXTN, "nextn")
+            if self.nextn is None:
+                raise InvalidField("nextn", "is missing", why="range")
+        _whole(self, "", 1, 65536, "slots", "layers")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise InvalidField(name, f"must be one of {', '.join(map(str, known))}", why="choice")
+        if self.attention_backend is not None and not isinstance(self.attention_backend, str):
+            raise InvalidField("attention_backend", "must be a kernel name", why="choice")
+        object.__setattr__(self, "database_mode", Mode(self.database_mode))
+        profile_named(self.profile)
+
+    @cached_property
+    def handle(self) -> str:
+        """Content hash of the whole configuration, the same in every process."""
+        text = json.dumps(_canonical(asdict(self)), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _canonical(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(member) for member in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return value.value if isinstance(value, Enum) else value

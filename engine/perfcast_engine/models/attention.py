@@ -1,0 +1,352 @@
+"""Token mixers over a KV cache: dense, latent, sparse and compressed attention (spec/05 7, 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from perfcast_engine import quant
+from perfcast_engine.models.kv_cache import kv_curve
+from perfcast_engine.models.layers import Layer
+from perfcast_engine.models.listing import OpT, Part, Phase
+from perfcast_engine.ops.attention import ContextAttention, GenerationAttention
+from perfcast_engine.ops.base import Op, Role
+from perfcast_engine.ops.composite import Fallback, Overlap
+from perfcast_engine.ops.dsa import DsaContext, DsaGeneration
+from perfcast_engine.ops.dsv4 import Dsv4Context, Dsv4Generation
+from perfcast_engine.ops.mhc import Mhc
+from perfcast_engine.ops.mla import ContextMla, ContextMlaModule, GenerationMla, GenerationMlaModule, MlaBmm
+from perfcast_engine.ops.msa import MsaContext, MsaGeneration
+from perfcast_engine.ops.wideep_mla import WideEpContextMla, WideEpGenerationMla
+from perfcast_engine.profiles import MLA_OF_128_HEADS
+
+# DeepSeek-V3, whatever the config says (spec/05 9.3)
+DOWNSCALE = 2112  # q_lora_rank + kv_lora_rank + rope
+Q_LORA, KV_LORA, Q_HEAD, KV_HEAD, V_HEAD, ROPE, NOPE = 1536, 512, 192, 256, 128, 64, 128
+MSA_SHAPE = {
+    "v_head_dim": 128,
+    "index_heads": 4,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "block_size": 128,
+    "donor_architecture": "GlmMoeDsaForCausalLM",
+}
+FULL_INDEXER_ONLY = frozenset({"trtllm", "vllm"})  # price every DSA layer with its own top-k index
+
+
+def dense_attention(p: Phase, at: Layer, cp: int = 1, qk_norm: bool = False) -> Op:
+    """The attention kernel of ``at``: prefill over all new tokens, decode over the cache."""
+    at = replace(at, count=at.count * at.attention_share)
+    fields = {
+        "heads": at.heads // p.tp,
+        "kv_heads": at.kv_heads,
+        "head_dim": at.kernel_dim or at.qk,
+        "window": at.window,
+        "kv_quant": p.d.modes.kv,
+    }
+    if p.context:
+        return attend(p, at, ContextAttention, **fields, fmha_quant=p.d.modes.fmha, qk_norm=qk_norm, cp=cp)
+    return attend(p, at, GenerationAttention, **fields)
+
+
+def attend(p: Phase, at: Layer, kind: type[OpT], /, **fields: Any) -> OpT:
+    """The operator that mixed steps price apart."""
+    return p.op(kind, at, "attention", role=Role.ATTENTION, **fields)
+
+
+def windowed_attention(p: Phase, at: Layer) -> Iterator[Op]:
+    """The attention kernel alone, of layers whose other operators are listed elsewhere."""
+    yield dense_attention(p, at, p.split, p.spec.qk_norm)
+
+
+def gqa(
+    *, low: bool = True, gather: bool = True, gated_q: bool = False, qk_norm: bool = False, mode: str | None = None
+) -> Part:
+    """Grouped-query attention between its projections.
+
+    ``gated_q``: queries carry a gate of their width; ``mode``: the part of the checkpoint whose gemm mode the
+    projections take (``split_mode``); ``gather``: list the context-parallel exchange here.
+    """
+
+    def part(p: Phase, at: Layer) -> Iterator[Op]:
+        h, x = p.spec.hidden, p.spec.x
+        gemm = split_mode(p, mode) if mode else None
+        kv = at.kv_heads * (at.qk if at.keys_are_values else at.qk + at.v)
+        if gated_q:
+            queries, out = 2 * (at.heads // p.tp) * at.qk, (at.heads // p.tp) * at.v
+        else:
+            queries, out = at.heads * at.qk // p.tp, at.heads * at.v // p.tp
+        yield p.gemm(at, "qkv_gemm", queries + kv, h, gemm)
+        yield dense_attention(p, at, p.split, qk_norm or p.spec.qk_norm or x.use_qk_norm)
+        if gather:
+            yield from cp_gather(p, at)
+        if x.use_head_wise_attn_gate:
+            yield p.gemm(at, "attn_gate_gemm", at.heads // p.tp, h)
+            yield p.mem(at, "attn_gate", out + at.heads // p.tp, out)
+        yield p.gemm(at, "proj_gemm", h, out, gemm, low=low)
+
+    return part
+
+
+def split_mode(p: Phase, what: str) -> str:
+    """The gemm mode of one part of the model: what the checkpoint keeps apart, unless the user chose a mode."""
+    facts, modes = p.spec.quant, p.d.modes
+    if modes.gemm_explicit:
+        return modes.gemm
+    kept = {"attn": bool(facts.keep_attn), "mlp": facts.keep_mlp}
+    return "bfloat16" if kept.get(what, False) else dict(facts.split).get(what, modes.gemm)
+
+
+def cp_gather(p: Phase, at: Layer) -> Iterator[Op]:
+    """Context-parallel ranks exchange the new KV entries of every layer."""
+    if p.context and p.d.parallel.cp > 1:
+        per_layer = float(kv_curve(p.d, per_stage=False).bytes(1)) / p.spec.layers
+        yield cp_exchange(p, at, "cp_all_gather", per_layer)
+
+
+def cp_exchange(p: Phase, at: Layer, name: str, kv_bytes: float) -> Op:
+    comm = p.d.modes.comm
+    return p.collective(at, name, "all_gather", kv_bytes / quant.COMM[comm].bytes, p.d.parallel.cp, comm)
+
+
+def cp_gather_kind(p: Phase, at: Layer) -> Iterator[Op]:
+    """The same for layers of one of several kinds, by their own heads and widths."""
+    if p.context and p.d.parallel.cp > 1:
+        each = quant.KV_CACHE[p.d.modes.kv].bytes
+        yield cp_exchange(p, at, f"cp_all_gather_{at.prefix.rstrip('_')}", at.kv_heads * (at.qk + at.v) * each)
+
+
+# --- latent attention ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MlaModes:
+    """Gemm modes of the projections of DeepSeek attention, by what the checkpoint leaves in bfloat16."""
+
+    q: str
+    kv: str
+    o: str
+    down: str
+    bmm: str
+
+    @property
+    def uniform(self) -> bool:
+        return self.q == self.kv == self.o
+
+
+def mla_modes(p: Phase) -> MlaModes:
+    gemm, keep = p.d.modes.gemm, p.d.keep_attn
+    q, kv, o = ("bfloat16" if group in keep else gemm for group in ("q", "kv", "o"))
+    down = "bfloat16" if {"q", "kv"} <= keep else gemm
+    return MlaModes(q, kv, o, down, "fp8" if "bfloat16" not in (kv, gemm) else "bfloat16")
+
+
+def kernel_heads(p: Phase) -> int:
+    """Query heads that the latent-attention kernels are asked for."""
+    return (128 if p.d.profile[MLA_OF_128_HEADS] else p.spec.heads) // p.tp
+
+
+def latent_kernel(p: Phase, at: Layer, heads: int, bmm: str, pre: Sequence[Op] = ()) -> Iterator[Op]:
+    """The attention kernel; in decode between the absorbed projections, the first of which ``pre`` may replace."""
+    kv, fmha = p.d.modes.kv, p.d.modes.fmha
+    if p.context:
+        yield attend(p, at, ContextMla, heads=heads, kv_quant=kv, fmha_quant=fmha, cp=p.split)
+        return
+    yield from pre or (absorbed(p, at, "bmm_pre", bmm),)
+    yield attend(p, at, GenerationMla, heads=heads, kv_quant=kv)
+    yield absorbed(p, at, "bmm_post", bmm)
+
+
+def absorbed(p: Phase, at: Layer, name: str, bmm: str) -> Op:
+    return p.op(MlaBmm, at, name, heads=p.spec.heads // p.tp, quant=bmm, is_pre=name == "bmm_pre")
+
+
+def expanded_kernel(p: Phase, at: Layer) -> Iterator[Op]:
+    """Latent attention run by a dense kernel over expanded heads."""
+    dim = p.spec.x.v_head_dim or p.spec.head_dim
+    yield dense_attention(p, replace(at, kv_heads=p.spec.kv_heads // p.tp, qk=dim))
+
+
+def module(p: Phase, at: Layer, gemm: str, parts: Iterable[Op]) -> Op:
+    """The latent-attention block as one measured unit, or its parts where the unit has no data."""
+    modes, heads = p.d.modes, p.spec.heads
+    primary = p.op(
+        ContextMlaModule if p.context else GenerationMlaModule,
+        replace(at, count=at.count / p.split),
+        "mla_module",
+        heads=heads // p.tp,
+        native_heads=heads,
+        kv_quant=modes.kv,
+        fmha_quant=modes.fmha,
+        gemm_quant=gemm,
+    )
+    return Fallback(name=f"{p.tag}mla_block", primary=primary, fallback=tuple(parts))
+
+
+def mla(dense_kernel: bool) -> Part:
+    """DeepSeek attention: one module where all projections run in one mode, else operator by operator."""
+
+    def part(p: Phase, at: Layer) -> Iterator[Op]:
+        modes = mla_modes(p)
+        parts = tuple(granular_mla(p, at, modes, dense_kernel))
+        if modes.uniform:
+            yield module(p, at, modes.q, parts)
+        else:
+            yield from parts
+        yield from cp_gather(p, at)
+
+    return part
+
+
+def granular_mla(p: Phase, at: Layer, modes: MlaModes, dense_kernel: bool) -> Iterator[Op]:
+    h, heads = p.spec.hidden, p.spec.heads
+    yield p.gemm(at, "downscale_gemm", DOWNSCALE, h, modes.down)
+    yield p.gemm(at, "q_b_proj_gemm", heads * Q_HEAD // p.tp, Q_LORA, modes.q)
+    if p.context:
+        yield p.gemm(at, "kv_b_proj_gemm", heads * KV_HEAD // p.tp, KV_LORA, modes.kv)
+    yield from expanded_kernel(p, at) if dense_kernel else latent_kernel(p, at, kernel_heads(p), modes.bmm)
+    yield p.gemm(at, "proj_gemm", h, heads * V_HEAD // p.tp, modes.o)
+
+
+def overlapped_mla(p: Phase, at: Layer) -> Iterator[Op]:
+    """DeepSeek attention under large EP of TensorRT-LLM: rotary embedding beside the absorbed projection."""
+    h, heads, x, modes = p.spec.hidden, p.spec.heads, p.spec.x, mla_modes(p)
+    lora, rope, v = x.kv_lora_rank or KV_LORA, x.qk_rope_head_dim or ROPE, x.v_head_dim or V_HEAD
+    yield p.gemm(at, "downscale_gemm", Q_LORA + lora + rope, h, modes.down)
+    yield p.mem(at, "q_a_layernorm", Q_LORA, Q_LORA)
+    yield p.gemm(at, "q_b_proj_gemm", heads * (NOPE + rope) // p.tp, Q_LORA, modes.q)
+    if p.context:
+        yield p.gemm(at, "kv_b_proj_gemm", heads * (NOPE + v) // p.tp, lora, modes.kv)
+    pre = Overlap(
+        name=f"{p.tag}bmm_rope_overlap",
+        a=(absorbed(p, at, "bmm_pre", modes.bmm),),
+        b=(p.mem(at, "rope_kvcache", lora + rope, lora + rope),),
+    )
+    yield from latent_kernel(p, at, kernel_heads(p), modes.bmm, (pre,))
+    yield p.gemm(at, "proj_gemm", h, heads * v // p.tp, modes.o)
+
+
+def wide_mla(p: Phase, at: Layer) -> Iterator[Op]:
+    """DeepSeek attention under large EP of SGLang, measured as one unit behind the down-projection."""
+    backend, modes = p.d.attention_backend, p.d.modes
+    fields = {
+        "heads": 128 // p.tp,
+        "kv_quant": modes.kv,
+        "fmha_quant": modes.fmha,
+        "attn_backend": "flashinfer" if backend in (None, "default") else backend,
+    }
+    if p.context:
+        yield attend(p, at, WideEpContextMla, **fields, cp=p.split)
+        yield from cp_gather(p, at)
+    else:
+        yield attend(p, at, WideEpGenerationMla, **fields)
+
+
+def wide_projection(p: Phase, at: Layer) -> Iterator[Op]:
+    yield p.gemm(at, "qkv_a_proj_gemm", DOWNSCALE, p.spec.hidden, mla_modes(p).down, token_div=p.tp if p.context else 1)
+
+
+def wide_downscale(p: Phase, at: Layer) -> Iterator[Op]:
+    yield p.gemm(at, "downscale_gemm", DOWNSCALE, p.spec.hidden, mla_modes(p).down)
+
+
+def tp_exchange(operation: str) -> Part:
+    """Attention runs tensor-parallel between experts that do not: tokens are gathered before, scattered after it."""
+
+    def part(p: Phase, at: Layer) -> Iterator[Op]:
+        if p.context and p.tp > 1:
+            yield p.collective(at, f"tp_{operation}", operation, p.spec.hidden, p.tp)
+
+    return part
+
+
+# --- sparse attention ------------------------------------------------------------------------------------------------
+
+
+def dsa(p: Phase, at: Layer) -> Iterator[Op]:
+    """DeepSeek sparse attention, one unit."""
+    gemm, keep, modes = p.d.modes.gemm, p.d.keep_attn, p.d.modes
+    groups = tuple("bfloat16" if group in keep else gemm for group in ("q", "kv", "o", "indexer"))
+    fields = {
+        "heads": p.spec.heads // p.tp,
+        "kv_quant": modes.kv,
+        "gemm_quant": groups[0] if len(set(groups)) == 1 else groups[2],
+        "architecture": p.spec.arch,
+        "full_fraction": 1.0 if p.d.backend in FULL_INDEXER_ONLY else p.spec.indexer_full_fraction,
+        "projection_quants": groups,
+    }
+    if p.context:
+        yield attend(p, at, DsaContext, **fields, fmha_quant=modes.fmha, cp=p.d.parallel.cp)
+    else:
+        yield attend(p, at, DsaGeneration, **fields, fmha_quant="bfloat16")
+
+
+def msa(p: Phase, at: Layer) -> Iterator[Op]:
+    """MiniMax sparse attention, one unit (spec/05 9.6)."""
+    spec, modes = p.spec, p.d.modes
+    yield attend(
+        p,
+        at,
+        MsaContext if p.context else MsaGeneration,
+        **MSA_SHAPE,
+        heads=max(1, spec.heads // p.tp),
+        kv_heads=max(1, spec.kv_heads // p.tp),
+        hidden=spec.hidden,
+        head_dim=spec.head_dim,
+        kv_quant=modes.kv,
+        fmha_quant=modes.fmha,
+        gemm_quant=modes.gemm,
+    )
+
+
+def dsv4(p: Phase, at: Layer) -> Iterator[Op]:
+    """DeepSeek-V4 attention, one unit a compression ratio; layers without compression count as the stronger one."""
+    spec, x, modes = p.spec, p.spec.x, p.d.modes
+    counts: dict[int, int] = {ratio: 0 for ratio, _ in x.compress_runs if ratio}
+    for ratio, n in x.compress_runs:
+        counts[ratio or 128] = counts.get(ratio or 128, 0) + n
+    fields = {
+        "heads": spec.heads // p.tp,
+        "native_heads": spec.heads,
+        "tp": p.tp,
+        "kv_quant": modes.kv,
+        "fmha_quant": modes.fmha,
+        "gemm_quant": modes.gemm,
+        "architecture": spec.arch,
+        "hidden": spec.hidden,
+        "q_lora_rank": x.q_lora_rank,
+        "o_lora_rank": x.o_lora_rank,
+        "head_dim": x.head_dim,
+        "rope_head_dim": x.qk_rope_head_dim,
+        "index_heads": x.index_n_heads,
+        "index_head_dim": x.index_head_dim,
+        "index_topk": x.index_topk,
+        "window": x.sliding_window,
+        "o_groups": max(1, x.o_groups // p.tp),
+    }
+    for ratio, n in counts.items():
+        kind, layers = {4: "csa", 128: "hca"}[ratio], replace(at, count=n)
+        if p.context:
+            yield attend(p, layers, Dsv4Context, **fields, kind=kind, cp=p.split)
+        else:
+            yield attend(p, layers, Dsv4Generation, **fields, kind=kind)
+
+
+def hyper_connection(half: Literal["pre", "post"]) -> Part:
+    def part(p: Phase, at: Layer) -> Iterator[Op]:
+        x, h, arch = p.spec.x, p.spec.hidden, p.spec.arch
+        shape = {"hc_mult": x.hc_mult, "hidden": h, "architecture": arch, "sinkhorn_iters": x.hc_sinkhorn_iters}
+        yield p.op(Mhc, at, f"mhc_{half}", half=half, seq_split=p.split, **shape)
+
+    return part
+
+
+def narrow_norm(name: str) -> Part:
+    """A norm that reads and writes the hidden state once."""
+    return lambda p, at: [p.mem(at, name, p.spec.hidden, p.spec.hidden)]
+
+
+def shared_norm(name: str) -> Part:
+    """A norm whose tokens context-parallel ranks share though other operators see all of them."""
+    return lambda p, at: [p.norm(at, name, p.d.parallel.cp if p.context else 1)]

@@ -1,0 +1,270 @@
+"""What a checkpoint says about its quantisation: default modes, parts left in bfloat16 (spec/05 3.2-3.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from perfcast_engine.errors import InvalidField
+from perfcast_engine.models.config_reader import Reader
+
+ALGO_ALIASES = {"w4a16_mxfp4": "mxfp4", "mixed-precision": "mixed_precision", "mixedprecision": "mixed_precision"}
+# algo -> (gemm, moe); "fp8" means per-tensor scales: static unless the activations are scaled on the fly
+WHOLE_MODEL = {
+    "fp8": ("fp8", "fp8"),
+    "fp8_block": ("fp8_block", "fp8_block"),
+    "nvfp4": ("nvfp4", "nvfp4"),
+    "mxfp4": ("bfloat16", "w4a16_mxfp4"),
+    "none": (None, None),
+}
+CACHE_ALIASES = dict.fromkeys(("fp8", "e4m3", "e5m2"), "fp8") | dict.fromkeys(
+    ("fp16", "float16", "bf16", "bfloat16"), "bfloat16"
+)
+PER_LAYER = {"fp8": "fp8", "e4m3": "fp8", "e5m2": "fp8", "nvfp4": "nvfp4", "fp4": "nvfp4"} | {
+    name: name for name in ("mxfp8", "w4a16_nvfp4")
+}
+# by presence among the layers, first hit
+MIXED_GEMM = (("mxfp8", "fp8_block"), ("fp8", "fp8"), ("w4a16_nvfp4", "w4a16_nvfp4"), ("nvfp4", "nvfp4"))
+MIXED_MOE = (("w4a16_nvfp4", "w4a16_nvfp4"), ("nvfp4", "nvfp4"), ("mxfp8", "fp8_block"), ("fp8", "fp8"))
+# (bits, type) -> algorithm of a compressed-tensors group, and the modes it means for dense and expert weights
+PACKED = {(4, "int"): "int4_wo", (8, "int"): "int8_wo", (8, "float"): "fp8", (4, "float"): "w4a16_mxfp4"}
+PACKED_GEMM = {"int4_wo", "int8_wo", "fp8", "fp8_block"}
+PACKED_MOE = {"int4_wo", "fp8", "fp8_block", "w4a16_mxfp4"}
+ATTENTION_GROUPS = {
+    "q": ("q_a_proj", "q_b_proj", "q_proj"),
+    "kv": ("kv_a_proj", "kv_b_proj", "kv_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "indexer": ("indexer",),
+}
+SPLIT_ALGOS = {"fp8": "fp8_static", "mxfp8": "fp8", "nvfp4": "nvfp4", "w4a16_nvfp4": "w4a16_nvfp4"}
+
+
+def quant_facts(top: Reader, body: Reader, hf: Reader, family: str) -> dict[str, Any]:
+    """The members quant, keep_bf16, split and quant_block_n of a registry record.
+
+    ``top`` is the whole config, ``body`` its language model, ``hf`` the hf_quant_config.json ({} where there is none).
+    """
+    own = _quantization_config(top, body, hf)
+    theirs = hf.object("quantization")
+    block = own.items("weight_block_size")
+    out: dict[str, Any] = {"quant": _modes(top, own, theirs, family)}
+    if block:
+        size = Reader({"weight_block_size[0]": block[0]}, own.path).integer("weight_block_size[0]", least=1)
+        out["quant_block_n"] = size
+    patterns = [
+        pattern
+        for reader, names in (
+            (own, ("modules_to_not_convert", "exclude_modules", "ignore")),
+            (theirs, ("exclude_modules", "ignore")),
+        )
+        for name in names
+        for pattern in reader.strings(name)
+    ]
+    if family in KEEPS:
+        keep = {name: value for name, value in KEEPS[family](patterns).items() if value or name == "attn_named"}
+        if keep:
+            out["keep_bf16"] = keep
+    if family == "QWEN35":
+        split = _split(_listed_layers(theirs, own), patterns)
+        if split:
+            out["split"] = split
+    return out
+
+
+def _quantization_config(top: Reader, body: Reader, hf: Reader) -> Reader:
+    if top.get("quantization_config") is not None:
+        return top.object("quantization_config")
+    if hf.data:
+        quantization = hf.object("quantization")
+        algo = quantization.text("quant_algo") or quantization.text("quantization_algo")
+        cache = quantization.text("kv_cache_quant_algo")
+        return Reader({"quant_method": algo.lower(), "kv_cache_quant_method": cache.lower()}, f"{hf.path}.quantization")
+    return body.object("quantization_config")
+
+
+def _first(*values: str) -> str:
+    return next((value for value in values if value), "").strip().lower()
+
+
+def _modes(top: Reader, own: Reader, theirs: Reader, family: str) -> dict[str, str]:
+    algo = top.text("quant_algo").strip().lower() or _algo(own, theirs)
+    cache = _cache_algo(top, own, theirs)
+    dynamic = _dynamic(top, own)
+    if algo == "mixed_precision":
+        gemm, moe = _mixed(own, theirs, dynamic)
+    elif algo == "compressed-tensors":
+        gemm, moe = _compressed(own)
+    elif algo in WHOLE_MODEL or not algo:
+        gemm, moe = WHOLE_MODEL[algo or "none"]
+        gemm = _per_tensor(gemm, dynamic)
+    else:
+        raise InvalidField(own.path, f"unknown quantisation {algo!r}", why="quant_algo")
+    if family == "DEEPSEEKV4" and top.text("expert_dtype") == "fp4" and moe != "nvfp4":
+        moe = "w4a8_mxfp4_mxfp8"
+    kv = cache or None
+    if kv not in (None, "fp8", "bfloat16"):
+        raise InvalidField(own.path, f"unknown KV cache quantisation {kv!r}", why="kv_algo")
+    if family == "DEEPSEEKV4":
+        kv = "fp8"
+    fmha = None
+    if algo and (algo in ("fp8", "fp8_block", "nvfp4") or cache == "fp8"):
+        fmha = kv = "fp8"
+    named = {"gemm": gemm, "moe": moe, "kv": kv, "fmha": fmha}
+    return {name: value for name, value in named.items() if value}
+
+
+def _per_tensor(gemm: str | None, dynamic: bool) -> str | None:
+    return "fp8_static" if gemm == "fp8" and not dynamic else gemm
+
+
+def _algo(own: Reader, theirs: Reader) -> str:
+    algo = _first(
+        theirs.text("quant_algo"), own.text("quant_algo"), own.text("quant_method"), own.text("quantization_method")
+    )
+    algo = ALGO_ALIASES.get(algo, algo)
+    return "fp8_block" if algo == "fp8" and own.items("weight_block_size") else algo
+
+
+def _cache_algo(top: Reader, own: Reader, theirs: Reader) -> str:
+    names = ("kv_cache_quant_algo", "kv_cache_quant_method", "kv_cache_dtype")
+    stated = top.text("kv_cache_quant_algo") or theirs.text("kv_cache_quant_algo")
+    algo = _first(stated, *(own.text(name) for name in names))
+    if algo:
+        return CACHE_ALIASES.get(algo, algo)
+    scheme = own.object("kv_cache_scheme")
+    kind, bits = scheme.text("type").lower(), scheme.integer("num_bits", default=0)
+    if "fp8" in kind or (kind == "float" and 0 < bits <= 8):
+        return "fp8"
+    return "bfloat16" if kind == "float" and bits >= 16 else ""
+
+
+def _groups(own: Reader) -> Iterator[Reader]:
+    groups = own.object("config_groups")
+    for name in groups.data:
+        yield groups.object(name)
+
+
+def _dynamic(top: Reader, own: Reader) -> bool:
+    """Whether activations are scaled on the fly; unknown counts as no."""
+    if top.get("quant_dynamic") is not None:
+        return top.flag("quant_dynamic")
+    scheme = own.text("activation_scheme").lower()
+    if scheme in ("dynamic", "static"):
+        return scheme == "dynamic"
+    parts = (group.object(part) for group in _groups(own) for part in ("input_activations", "weights"))
+    return any(bool(part.get("dynamic")) for part in parts)
+
+
+STATED = ("quant_algo", "quantization_algo", "quant_method")
+
+
+def _listed_layers(*sources: Reader) -> Iterator[tuple[str, str]]:
+    """(lower-cased layer path, algorithm) of the layers listed one by one, later statements last."""
+    for source in sources:
+        layers = source.object("quantized_layers")
+        for path, value in layers.data.items():
+            entry = Reader(value if isinstance(value, Mapping) else {"quant_algo": value}, f"{layers.path}.{path}")
+            yield path.lower(), _first(*(entry.text(name) for name in STATED))
+
+
+def _grouped_layers(own: Reader) -> Iterator[tuple[str, str]]:
+    for group in _groups(own):
+        weights = group.object("weights")
+        algo = _first(*(weights.text(name) for name in STATED))
+        if not algo:
+            kind, bits = weights.text("type").lower(), weights.integer("num_bits", default=0)
+            if kind == "float" and bits == 8:
+                algo = "mxfp8" if weights.get("group_size") == 32 else "fp8"
+            elif kind == "float" and bits == 4:
+                algo = "nvfp4"
+        for target in group.strings("targets"):
+            yield target.lower(), algo
+
+
+def _is_routed_expert(path: str) -> bool:
+    if "shared_expert" in path:
+        return False
+    return ".experts." in path or path.endswith(".experts") or "routing_expert" in path
+
+
+def _mixed(own: Reader, theirs: Reader, dynamic: bool) -> tuple[str | None, str | None]:
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for path, algo in chain(_listed_layers(theirs, own), _grouped_layers(own)):
+        if algo in PER_LAYER:
+            found[_is_routed_expert(path)].add(PER_LAYER[algo])
+    moe = next((mode for algo, mode in MIXED_MOE if algo in found[True]), None)
+    if own.text("quant_method").lower() == "fp8":
+        gemm: str | None = "fp8_block" if own.items("weight_block_size") else "fp8"
+    else:
+        gemm = next((mode for algo, mode in MIXED_GEMM if algo in found[False]), None)
+    return _per_tensor(gemm, dynamic), moe
+
+
+def _compressed(own: Reader) -> tuple[str | None, str | None]:
+    base = None
+    for group in _groups(own):
+        weights = group.object("weights")
+        base = PACKED.get((weights.integer("num_bits", default=0), weights.text("type").lower()))
+        if base == "fp8" and (weights.text("strategy") == "block" or weights.get("block_structure")):
+            base = "fp8_block"
+        if base:
+            break
+    ignored = [pattern.lower() for pattern in own.strings("ignore")]
+    attention = ("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
+    gemm = None if any(mark in pattern for pattern in ignored for mark in attention) else base
+    moe = None if any("expert" in pattern and "shared_expert" not in pattern for pattern in ignored) else base
+    for mode, known, what in ((gemm, PACKED_GEMM, "dense"), (moe, PACKED_MOE, "expert")):
+        if mode is not None and mode not in known:
+            raise InvalidField(own.path, f"{mode} is no mode of {what} weights", why="quant_algo")
+    return gemm, moe
+
+
+def _attention_groups(patterns: list[str]) -> set[str]:
+    """The groups of attention projections that the exclusion patterns name; all where they name self_attn at large."""
+    markers = list(chain.from_iterable(ATTENTION_GROUPS.values()))
+    if any("self_attn" in pattern and not any(mark in pattern for mark in markers) for pattern in patterns):
+        return set(ATTENTION_GROUPS)
+    return {
+        group
+        for group, marks in ATTENTION_GROUPS.items()
+        if any(mark in pattern for pattern in patterns for mark in marks)
+    }
+
+
+def _latent_keeps(patterns: list[str]) -> dict[str, Any]:
+    attn = _attention_groups(patterns)
+    named = _attention_groups([pattern for pattern in patterns if "norm" not in pattern])
+    keep: dict[str, Any] = {"attn": sorted(attn), "shared": any("shared_expert" in p for p in patterns)}
+    if named != attn:
+        keep["attn_named"] = sorted(named)
+    return keep
+
+
+def _gemma_keeps(patterns: list[str]) -> dict[str, Any]:
+    lower = [pattern.lower() for pattern in patterns]
+    attn = ["all"] if any("self_attn" in pattern for pattern in lower) else []
+    return {"attn": attn, "mlp": any(".mlp" in pattern for pattern in lower)}
+
+
+KEEPS = {"DEEPSEEK": _latent_keeps, "KIMIK25": _latent_keeps, "DEEPSEEKV32": _latent_keeps, "GEMMA4MIX": _gemma_keeps}
+
+
+def _split(layers: Iterator[tuple[str, str]], patterns: list[str]) -> dict[str, str]:
+    """Gemm modes of the projections, dense FFNs and shared experts that differ from the rest (spec/05 3.6)."""
+    split: dict[str, str] = {}
+    for path, algo in layers:
+        if algo not in SPLIT_ALGOS:
+            continue
+        if ".linear_attn." in path or ".self_attn." in path:
+            split["projection"] = SPLIT_ALGOS[algo]
+        elif "shared_expert" in path:
+            split["shared"] = SPLIT_ALGOS[algo]
+        elif ".mlp." in path and not _is_routed_expert(path):
+            split["dense_ffn"] = SPLIT_ALGOS[algo]
+    excluded = {
+        "projection": any("linear_attn" in p or "self_attn" in p for p in patterns),
+        "shared": any("shared_expert" in p for p in patterns),
+        "dense_ffn": any(".mlp" in p and "shared_expert" not in p for p in patterns),
+    }
+    return {name: "bfloat16" for name, left_out in excluded.items() if left_out} | split

@@ -1,0 +1,38 @@
+"""The registry: models that are known by name (spec/05 section 14)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import perfcast_systems
+
+from perfcast_engine.errors import DataCorrupt, Reason, UnknownName
+from perfcast_engine.models.spec import ModelSpec, from_record
+
+BUNDLED = Path(perfcast_systems.__file__).parent / "models.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """Models by id."""
+
+    models: Mapping[str, ModelSpec]
+
+    @classmethod
+    def load(cls, path: Path = BUNDLED) -> Registry:
+        """Read a registry file; DataCorrupt when it is not one."""
+        try:
+            records = json.loads(path.read_text())["models"]
+            specs = [from_record(record) for record in records]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataCorrupt(f"model registry {path}: {error}", path=str(path)) from error
+        return cls({spec.id: spec for spec in specs})
+
+    def get(self, id: str) -> ModelSpec:
+        """The model called ``id``; UnknownName with the nearest ids."""
+        if id not in self.models:
+            raise UnknownName("model", id, self.models, Reason.UNKNOWN_MODEL)
+        return self.models[id]

@@ -1,0 +1,205 @@
+"""ModelSpec: what a checkpoint's published configuration says, in our words (spec/05 sections 2, 3.2-3.6, 14)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from perfcast_engine.errors import DataCorrupt
+
+Runs = tuple[tuple[str, int], ...]  # (letters of the layer kind, how many in a row)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """Routed experts; all zero for a dense model. ``shared`` counts shared experts of width ``inter``."""
+
+    topk: int = 0
+    experts: int = 0
+    inter: int = 0
+    shared: int = 0
+    moe_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """``n`` equal consecutive blocks of a Nemotron-NAS model: query heads per KV head, FFN width multiplier."""
+
+    n: int
+    group: int = 0
+    mult: float = 0.0
+    no_attn: bool = False
+    no_ffn: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """Figures that only some architectures state; zero where absent."""
+
+    # latent attention and its sparse index
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    index_head_dim: int = 0
+    index_n_heads: int = 0
+    index_topk: int = 0
+    index_topk_freq: int = 1
+    index_topk_pattern: str = ""
+    index_skip_topk_offset: int | None = None
+    # DeepSeek-V4
+    o_lora_rank: int = 0
+    o_groups: int = 0
+    head_dim: int = 0
+    sliding_window: int = 0
+    hc_mult: int = 0
+    hc_sinkhorn_iters: int = 0
+    compress_runs: tuple[tuple[int, int], ...] = ()
+    # layers of several kinds
+    layer_runs: Runs = ()
+    sliding_window_size: int = 0
+    dense_inter_size: int = 0
+    swa_num_heads: int = 0
+    swa_num_kv_heads: int = 0
+    swa_head_dim: int = 0
+    swa_v_head_dim: int = 0
+    global_num_kv_heads: int = 0
+    global_head_dim: int = 0
+    global_v_head_dim: int = 0
+    use_qk_norm: bool = False
+    use_head_wise_attn_gate: bool = False
+    share_expert_dim: int = 0
+    attention_k_eq_v: bool = False
+    # recurrent layers
+    linear_num_key_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_num_value_heads: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+    shared_expert_inter_size: int = 0
+    ssm_dtype: str = ""
+    kda_num_heads: int = 0
+    kda_head_dim: int = 0
+    kda_conv_kernel: int = 0
+    num_shared_experts: int = 0
+    routed_expert_hidden_size: int = 0
+    first_k_dense_replace: int = 0
+    attn_res_block_size: int = 0
+    hybrid_override_pattern: str = ""
+    mamba_num_heads: int = 0
+    mamba_head_dim: int = 0
+    ssm_state_size: int = 0
+    conv_kernel: int = 0
+    n_groups: int = 0
+    chunk_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    moe_latent_size: int = 0
+    blocks: tuple[BlockRun, ...] = ()
+    # vision tower
+    depth: int = 0
+    hidden_size: int = 0
+    num_heads: int = 0
+    intermediate_size: int = 0
+    patch_size: int = 0
+    temporal_patch_size: int = 0
+    spatial_merge_size: int = 0
+    out_hidden_size: int = 0
+    projector_dims: tuple[tuple[int, int], ...] = ()
+    projector_n_instances: int = 0
+    partial_rotary_factor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class QuantFacts:
+    """Modes that the checkpoint implies (None: it is silent) and parts it leaves in bfloat16 (spec/05 3.2-3.6)."""
+
+    gemm: str | None = None
+    moe: str | None = None
+    kv: str | None = None
+    fmha: str | None = None
+    keep_attn: frozenset[str] = frozenset()  # of q, kv, o, indexer; or all
+    keep_attn_named: frozenset[str] | None = None  # the same without patterns that name a norm only; None: no change
+    keep_shared: bool = False
+    keep_mlp: bool = False
+    split: tuple[tuple[str, str], ...] = ()  # (projection, dense_ffn or shared, its gemm mode)
+    block_n: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One model. ``listed``: whether the reference offers it by name; ``ctx``: longest context in tokens."""
+
+    id: str
+    family: str
+    arch: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    inter: int
+    vocab: int
+    ctx: int
+    moe: MoeShape = MoeShape()
+    mtp_layers: int = 0
+    qk_norm: bool = False
+    listed: bool = True
+    quant: QuantFacts = QuantFacts()
+    x: Extra = Extra()
+
+    @property
+    def indexer_full_fraction(self) -> float:
+        """Share of the layers that compute their own top-k index (spec/05 2.4)."""
+        freq, pattern, offset = self.x.index_topk_freq, self.x.index_topk_pattern, self.x.index_skip_topk_offset
+        if not pattern and freq <= 1:
+            return 1.0
+        if pattern:
+            skipped = pattern[: self.layers].count("S")
+        else:
+            shift = 1 if offset is None else offset - 1
+            skipped = sum(max(layer - shift, 0) % freq != 0 for layer in range(self.layers))
+        return (self.layers - skipped) / self.layers
+
+    def count(self, letter: str) -> int:
+        """Layers whose kind contains ``letter``."""
+        return sum(n for kind, n in self.x.layer_runs if letter in kind)
+
+    def with_layers(self, layers: int | None) -> ModelSpec:
+        return self if layers is None else replace(self, layers=layers)
+
+
+def _extra(x: Mapping[str, Any]) -> Extra:
+    values = {name: value for name, value in x.items() if name != "indexer_full_fraction"}
+    for name in ("layer_runs", "compress_runs", "projector_dims"):
+        if name in values:
+            values[name] = tuple(tuple(pair) for pair in values[name])
+    values["blocks"] = tuple(BlockRun(**run) for run in values.get("blocks", ()))
+    return Extra(**values)
+
+
+def from_record(record: Mapping[str, Any]) -> ModelSpec:
+    """The spec of one record in the registry's form (spec/05 section 14). Raises DataCorrupt."""
+    try:
+        keep = record.get("keep_bf16", {})
+        named = keep.get("attn_named")
+        quant = QuantFacts(
+            **record.get("quant", {}),
+            keep_attn=frozenset(keep.get("attn", ())),
+            keep_attn_named=None if named is None else frozenset(named),
+            keep_shared=keep.get("shared", False),
+            keep_mlp=keep.get("mlp", False),
+            split=tuple(sorted(record.get("split", {}).items())),
+            block_n=record.get("quant_block_n"),
+        )
+        own = ("quant", "keep_bf16", "split", "quant_block_n", "moe", "x", "not_listed")
+        return ModelSpec(
+            **{name: value for name, value in record.items() if name not in own},
+            moe=MoeShape(**record.get("moe", {})),
+            listed=not record.get("not_listed", False),
+            quant=quant,
+            x=_extra(record.get("x", {})),
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DataCorrupt(f"model record {record.get('id', '?')!r}: {error}") from error
