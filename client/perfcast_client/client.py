@@ -22,7 +22,52 @@ from perfcast_client.steps import Step
 T = TypeVar("T")
 
 
-class Client:
+class Questions:
+    """What can be asked, whoever answers: a server through ``Client``, or this process."""
+
+    def _run(self, call: Call[T], deadline_s: float | None) -> T:
+        raise NotImplementedError
+
+    def systems(self, deadline_s: float | None = None) -> tuple[results.System, ...]:
+        return self._run(calls.systems(), deadline_s)
+
+    def models(
+        self, contains: str = "", family: str = "", deadline_s: float | None = None
+    ) -> tuple[results.Model, ...]:
+        return self._run(calls.models(contains, family), deadline_s)
+
+    def versions(self, system: str, backend: str = "", deadline_s: float | None = None) -> tuple[results.Version, ...]:
+        return self._run(calls.versions(system, backend), deadline_s)
+
+    def check_support(self, config: EngineConfig, deadline_s: float | None = None) -> results.Support:
+        """Whether each phase can be answered for; an unsupported engine is an answer, not an exception."""
+        return self._run(calls.check_support(config), deadline_s)
+
+    def resolve(self, engine: EngineLike, deadline_s: float | None = None) -> results.Engine:
+        """The engine with everything filled in and its handle; pass it to the other calls."""
+        return self._run(calls.resolve(engine), deadline_s)
+
+    def predict(
+        self, engine: EngineLike, step: Step, *, operators: bool = False, deadline_s: float | None = None
+    ) -> results.Prediction:
+        """The latency of one step, with its operators if asked."""
+        return self._run(calls.predict(engine, step, operators), deadline_s)
+
+    def predict_many(
+        self,
+        engine: EngineLike,
+        steps: Step,
+        *,
+        operators: bool = False,
+        provenance: bool = False,
+        allow_misses: bool = False,
+        deadline_s: float | None = None,
+    ) -> results.Predictions:
+        """The latencies of many steps, given as arrays (N,) or numbers that hold for all of them."""
+        return self._run(calls.predict_many(engine, steps, operators, provenance, allow_misses), deadline_s)
+
+
+class Client(Questions):
     """A connection to a perfcast server, safe to share between threads.
 
     target: "host:port", "dns:///name:port" (all addresses in turn) or "unix:/path".
@@ -76,44 +121,6 @@ class Client:
             except Unsupported:
                 raise calls.no_contract(self.target) from None
         return self._info
-
-    def systems(self, deadline_s: float | None = None) -> tuple[results.System, ...]:
-        return self._run(calls.systems(), deadline_s)
-
-    def models(
-        self, contains: str = "", family: str = "", deadline_s: float | None = None
-    ) -> tuple[results.Model, ...]:
-        return self._run(calls.models(contains, family), deadline_s)
-
-    def versions(self, system: str, backend: str = "", deadline_s: float | None = None) -> tuple[results.Version, ...]:
-        return self._run(calls.versions(system, backend), deadline_s)
-
-    def check_support(self, config: EngineConfig, deadline_s: float | None = None) -> results.Support:
-        """Whether each phase can be answered for; an unsupported engine is an answer, not an exception."""
-        return self._run(calls.check_support(config), deadline_s)
-
-    def resolve(self, engine: EngineLike, deadline_s: float | None = None) -> results.Engine:
-        """The engine with everything filled in and its handle; pass it to the other calls."""
-        return self._run(calls.resolve(engine), deadline_s)
-
-    def predict(
-        self, engine: EngineLike, step: Step, *, operators: bool = False, deadline_s: float | None = None
-    ) -> results.Prediction:
-        """The latency of one step, with its operators if asked."""
-        return self._run(calls.predict(engine, step, operators), deadline_s)
-
-    def predict_many(
-        self,
-        engine: EngineLike,
-        steps: Step,
-        *,
-        operators: bool = False,
-        provenance: bool = False,
-        allow_misses: bool = False,
-        deadline_s: float | None = None,
-    ) -> results.Predictions:
-        """The latencies of many steps, given as arrays (N,) or numbers that hold for all of them."""
-        return self._run(calls.predict_many(engine, steps, operators, provenance, allow_misses), deadline_s)
 
     def stream(self, engine: EngineLike) -> StepStream:
         """A stream of steps on one engine, for simulators that ask one after another."""

@@ -30,6 +30,17 @@ log = logging.getLogger("perfcast.server")
 PROBE_MODEL, PROBE_SYSTEM, PROBE_BACKENDS = "Qwen/Qwen3-32B-FP8", "h200_sxm", ("trtllm", "vllm")
 
 
+def services(engines: Engines, settings: Settings, metrics: Metrics) -> dict[str, tuple[Unary | Stream, ...]]:
+    """Every service with its methods."""
+    listing = catalog.Catalog(engines, settings)
+    offered: dict[str, tuple[Unary | Stream, ...]] = {
+        prediction.SERVICE: prediction.Prediction(engines, settings, metrics).methods(),
+        catalog.SERVICE: listing.methods(),
+    }
+    listing.methods_served = tuple(f"{name}/{method.name}" for name in offered for method in offered[name])
+    return offered
+
+
 class NotReady(RuntimeError):
     """No engine at all could be opened and probed."""
 
@@ -49,17 +60,12 @@ class Server:
         self.engines = Engines(settings, self.metrics, self._pool, self._announce)
         self._rpc = Rpc(settings, self.lifecycle, self.metrics)
         self._grpc = grpc.aio.server(options=_options(settings))
-        listing = catalog.Catalog(self.engines, settings)
-        services: dict[str, tuple[Unary | Stream, ...]] = {
-            prediction.SERVICE: prediction.Prediction(self.engines, settings, self.metrics).methods(),
-            catalog.SERVICE: listing.methods(),
-        }
-        listing.methods_served = tuple(f"{name}/{m.name}" for name, methods in services.items() for m in methods)
-        health = Health(self.lifecycle, services, self.engines.__contains__)
-        handlers = [self._rpc.handlers(name, methods) for name, methods in services.items()]
+        offered = services(self.engines, settings, self.metrics)
+        health = Health(self.lifecycle, offered, self.engines.__contains__)
+        handlers = [self._rpc.handlers(name, methods) for name, methods in offered.items()]
         self._grpc.add_generic_rpc_handlers((*handlers, health.handlers()))
         if settings.reflection:
-            reflection.add(self._grpc, (*services, "grpc.health.v1.Health"))
+            reflection.add(self._grpc, (*offered, "grpc.health.v1.Health"))
 
     async def start(self) -> None:
         """Listen, open the tables, answer a probe of each phase; only then say SERVING. Raises NotReady."""

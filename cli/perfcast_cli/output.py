@@ -1,0 +1,49 @@
+"""Tables for people, JSON for machines, errors in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+import click
+from perfcast_client.errors import PerfcastError
+from perfcast_engine.errors import EngineError
+
+Command = Callable[..., Any]
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], numeric: Sequence[str] = ()) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        out.add_column(column, justify="right" if column in numeric else "left", no_wrap=column in numeric)
+    for row in rows:
+        out.add_row(*("" if value is None else str(value) for value in row))
+    Console(soft_wrap=False).print(out)
+
+
+def as_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def sourced(command: Command) -> Command:
+    """The options that say who answers and how it is printed, and errors without a trace."""
+
+    @wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except (PerfcastError, EngineError) as error:
+            raise click.ClickException(f"{error.message} [{error.reason}]") from None
+
+    for option in (
+        click.option("--json", "json_", is_flag=True, help="print JSON"),
+        click.option("--data", help="roots with packs of your own, before the embedded ones; in this process only"),
+        click.option("--server", metavar="ADDRESS", help="ask this server (host:port or unix:path), not this process"),
+    ):
+        guarded = option(guarded)
+    return guarded

@@ -1,0 +1,136 @@
+"""The perfcast command, in process and against a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+from perfcast_cli.main import main
+from perfcast_client import Client, DecodeStep, EngineConfig, Mixed, Prefill
+
+from tests.server.running import Running
+
+ENGINE = ["--model", "Qwen/Qwen3-32B-FP8", "--system", "h200_sxm", "--backend", "trtllm", "--tp", "4"]
+CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    outcome = CliRunner().invoke(main, arguments)
+    assert outcome.exit_code == code, outcome.output
+    return outcome.output
+
+
+def test_predict_says_the_same_in_process_and_by_a_server(served: Running) -> None:
+    asked = ["predict", *ENGINE, "--json", "--operators", "--batch", "4", "--isl", "1000", "--osl", "100"]
+    own, told = json.loads(run(*asked)), json.loads(run(*asked, "--server", served.address))
+    assert own == told
+    with Client(served.address) as client:
+        steps = told["steps"]
+        assert steps["prefill"]["latency_ms"] == client.predict(CONFIG, Prefill(4, 1000)).latency_ms
+        assert steps["decode"]["latency_ms"] == client.predict(CONFIG, DecodeStep(4, 1000, 100)).latency_ms
+        assert steps["mixed"]["latency_ms"] == client.predict(CONFIG, Mixed(1000, 4, 1000, 100)).latency_ms
+    assert set(told["steps"]) == {"prefill", "decode", "trajectory", "mixed"}
+
+
+def test_predict_prints_a_table_for_people() -> None:
+    text = run("predict", "prefill", *ENGINE, "--operators")
+    assert "Qwen/Qwen3-32B-FP8 on h200_sxm, trtllm 1.3.0rc20, 4 GPUs" in text
+    assert re.search(r"prefill +batch 8, isl 4096, prefix 0 +\d+\.\d{3}", text)
+
+
+def test_an_inline_model_comes_from_a_file(tmp_path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "num_hidden_layers": 2,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 8,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "vocab_size": 32000,
+                "max_position_embeddings": 4096,
+            }
+        )
+    )
+    asked = ["predict", "decode", "--model", "mine", "--config-json", str(file), "--json"]
+    told = json.loads(run(*asked, "--system", "h200_sxm", "--backend", "vllm"))
+    assert told["engine"]["model_family"] == "LLAMA"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "Qwen/Qwen3-32B-FP9"], ["UNKNOWN_MODEL", "Qwen/Qwen3-32B-FP8"]),
+        (["--backend", "trtlm"], ["UNKNOWN_BACKEND", "trtllm"]),
+        (["--batch", "0"], ["INVALID_FIELD", "batch"]),
+        (["--tp", "-2"], ["INVALID_FIELD", "tp"]),
+        (["--data", "/nowhere"], ["INVALID_FIELD", "not a folder"]),
+    ],
+)
+def test_an_error_is_one_line(arguments: list[str], words: list[str]) -> None:
+    text = run("predict", *ENGINE, *arguments, code=1)
+    assert text.count("\n") == 1 and text.startswith("Error: ")
+    assert all(word in text for word in words)
+
+
+def test_models_and_systems_are_listed(served: Running) -> None:
+    names = [model["model"] for model in json.loads(run("models", "--json"))]
+    assert names == sorted(names) and "Qwen/Qwen3-32B-FP8" in names
+    assert "Qwen/Qwen3-32B-FP8" in run("models", "qwen3-32b", "--server", served.address)
+    systems = {system["name"] for system in json.loads(run("systems", "--json"))}
+    assert len(systems) == 14
+    assert "h200_sxm" in run("systems")
+
+
+def test_packs_are_listed_and_verified() -> None:
+    packs = json.loads(run("data", "ls", "--json"))
+    assert {"h200_sxm", "b60"} <= {pack["system"] for pack in packs}
+    assert all(pack["problem"] == "" and pack["rows"] > 0 for pack in packs)
+    assert "h200_sxm" in run("data", "ls")
+
+
+def test_serve_starts_answers_and_stops_on_sigterm(tmp_path) -> None:
+    settings = tmp_path / "perfcast.toml"
+    settings.write_text('log_format = "json"\nport = 0\n')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "perfcast_cli", "serve", "--config", str(settings), "--metrics-port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = re.match(r"perfcast is ready on (127\.0\.0\.1:\d+) after \d+\.\d\d s", line)
+        assert match, line
+        with Client(match.group(1)) as client:
+            assert client.predict(CONFIG, Prefill(1, 128)).latency_ms > 0
+        assert match.group(1) in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        _, logs = process.communicate(timeout=20)
+        assert process.returncode == 0
+        messages = [json.loads(line)["message"] for line in logs.splitlines()]
+        assert messages[-2:] == ["draining", "stopped"] and "ready" in messages
+    finally:
+        process.kill()
+
+
+def test_serve_refuses_bad_settings_in_one_line(tmp_path) -> None:
+    assert "Error: port: -5 is less than 0" in run("serve", "--port", "-5", code=1)
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("port: [")
+    assert "is not well-formed" in run("serve", "--config", str(bad), code=1)
+
+
+def test_every_command_has_help() -> None:
+    for command in ("serve", "predict", "models", "systems", "data"):
+        assert "Usage" in run(command, "--help")
