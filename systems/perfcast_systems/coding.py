@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from perfcast_systems.values import FORMS, RAW, Ints, Reals, put_together, take_apart
+
 Stored = NDArray[Any]
-Reals = NDArray[np.float64]
 
 _WIDTHS = ("<u1", "<u2", "<u4", "<i8")
 _RESIDENT = ("=u1", "=u2", "=u4", "=i8")
@@ -49,9 +49,17 @@ class Reader:
         stored: Stored = np.ascontiguousarray(planes.T).view(_WIDTHS[code]).reshape(n)
         return stored.astype(_RESIDENT[code], copy=False)
 
-    def reals(self, n: int) -> Reals:
+    def raw_reals(self, n: int) -> Reals:
         planes = np.frombuffer(self.take(n * 8), np.uint8).reshape(8, n)
         return np.ascontiguousarray(planes.T).view("<f8").reshape(n).astype(np.float64, copy=False)
+
+    def reals(self, n: int) -> Reals:
+        forms = tuple(self.take(self.take(1)[0]))
+        form = self.ints(n)
+        if (len(form) and not np.all((form < len(forms)) | (form == RAW))) or any(f >= len(FORMS) for f in forms):
+            raise Damaged("unknown form of value")
+        whole = self.ints(n)
+        return put_together(forms, form, whole, self.raw_reals(int(np.count_nonzero(form == RAW))))
 
     def number(self) -> int:
         return int(struct.unpack("<Q", self.take(8))[0])
@@ -67,7 +75,10 @@ def put_ints(values: Ints) -> bytes:
 
 
 def put_reals(values: Reals) -> bytes:
-    return _planes(values.astype("<f8"))
+    """Values bit by bit."""
+    exact = take_apart(values)
+    head = bytes([len(exact.forms), *exact.forms])
+    return b"".join((head, put_ints(exact.form), put_ints(exact.whole), _planes(exact.rest.astype("<f8"))))
 
 
 def put_number(value: int) -> bytes:

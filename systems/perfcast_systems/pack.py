@@ -26,12 +26,14 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from perfcast_systems.coding import Damaged, Reals, Stored, put_body, take_body
+from perfcast_systems.coding import Damaged, Stored, put_body, take_body
+from perfcast_systems.values import Reals
 
-MAGIC = b"PFCPACK1"
+MAGIC = b"PFCPACK2"
 SUFFIX = ".pack"
 _PREFIX = struct.Struct("<8sI32s")
 _MAX_HEADER = 1 << 24
+_HEADER_KEYS = frozenset({"identity", "origin", "base", "sources", "files", "problems", "tables"})
 SHADOWED = 0x80  # bit of a row source: another lane was met earlier at the same coordinates
 MASK = np.uint8(0x7F)
 
@@ -93,18 +95,19 @@ class Pack:
 
     def __init__(self, path: Path, base: Pack | None = None) -> None:
         self.path = path
+        self.name = _label(path)
         self.base = base
         self._lock = threading.Lock()
         self._tables: dict[str, PackTable] = {}
         try:
             self._file = path.open("rb")
         except OSError as error:
-            raise PackError(f"cannot be read: {error.strerror}", path.name) from error
-        self.digest, self.header, self._start = _read_header(self._file.fileno(), path.name)
+            raise PackError(f"cannot be read: {error.strerror}", self.name) from error
+        self.digest, self.header, self._start = _read_header(self._file.fileno(), self.name)
         self.identity = Identity(**self.header["identity"])
         wanted = self.header["base"]
         if wanted is not None and (base is None or base.digest != wanted["digest"]):
-            raise PackError(f"is coded against {wanted['path']}, which is missing or of another build", path.name)
+            raise PackError(f"is coded against {wanted['path']}, which is missing or of another build", self.name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,16 +140,16 @@ class Pack:
             return self._base_raw(name, part)
         data = os.pread(self._file.fileno(), blob["size"], self._start + blob["at"])
         if len(data) != blob["size"]:
-            raise PackError("the file ends early", self.path.name, name)
+            raise PackError("the file ends early", self.name, name)
         if hashlib.sha256(data).hexdigest() != blob["sha256"]:
-            raise PackError("checksum mismatch", self.path.name, name)
+            raise PackError("checksum mismatch", self.name, name)
         dictionary = _dictionary(self._base_raw(name, part)) if blob["how"] == "patch" else None
         try:
             raw = zstandard.ZstdDecompressor(dict_data=dictionary).decompress(data, max_output_size=blob["raw"])
         except zstandard.ZstdError as error:
-            raise PackError(f"cannot be decompressed: {error}", self.path.name, name) from error
+            raise PackError(f"cannot be decompressed: {error}", self.name, name) from error
         if len(raw) != blob["raw"]:
-            raise PackError("unexpected length", self.path.name, name)
+            raise PackError("unexpected length", self.name, name)
         return raw
 
     def _base_raw(self, name: str, part: str) -> bytes:
@@ -158,7 +161,7 @@ class Pack:
         code = np.frombuffer(self.raw(name, "source"), np.uint8)
         sources = tuple(self.header["sources"][index] for index in entry["sources"])
         if len(code) != len(ms) or (len(code) and int((code & MASK).max()) >= len(sources)):
-            raise PackError("row sources are inconsistent", self.path.name, name)
+            raise PackError("row sources are inconsistent", self.name, name)
         return PackTable(
             name=name,
             key=tuple(entry["key"]),
@@ -180,7 +183,7 @@ class Pack:
         try:
             return take_body(self.raw(name, "body"), len(entry["key"]), entry["rows"])
         except Damaged as error:
-            raise PackError(str(error), self.path.name, name) from error
+            raise PackError(str(error), self.name, name) from error
 
 
 def _read_header(file: int, name: str) -> tuple[str, dict[str, Any], int]:
@@ -196,8 +199,19 @@ def _read_header(file: int, name: str) -> tuple[str, dict[str, Any], int]:
         raise PackError("the header ends early", name)
     if hashlib.sha256(data).digest() != digest:
         raise PackError("checksum mismatch of the header", name)
-    header: dict[str, Any] = json.loads(zstandard.decompress(data, max_output_size=_MAX_HEADER))
+    try:
+        header = json.loads(zstandard.decompress(data, max_output_size=_MAX_HEADER))
+        Identity(**header["identity"])
+        missing = _HEADER_KEYS - set(header)
+    except (zstandard.ZstdError, ValueError, TypeError, KeyError) as error:
+        raise PackError(f"the header is malformed: {error}", name) from error
+    if missing:
+        raise PackError(f"the header lacks {', '.join(sorted(missing))}", name)
     return digest.hex(), header, _PREFIX.size + size
+
+
+def _label(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
 
 
 def _dictionary(raw: bytes) -> zstandard.ZstdCompressionDict:
@@ -206,8 +220,11 @@ def _dictionary(raw: bytes) -> zstandard.ZstdCompressionDict:
 
 def base_of(path: Path) -> str | None:
     """File name (relative to the folder of packs) of the pack that ``path`` is coded against."""
-    with path.open("rb") as handle:
-        base = _read_header(handle.fileno(), path.name)[1]["base"]
+    try:
+        with path.open("rb") as handle:
+            base = _read_header(handle.fileno(), _label(path))[1]["base"]
+    except OSError as error:
+        raise PackError(f"cannot be read: {error.strerror}", _label(path)) from error
     return None if base is None else str(base["path"])
 
 
@@ -250,10 +267,13 @@ class PackWriter:
         sources: Sequence[Mapping[str, Any]],
         files: Mapping[str, Sequence[int]],
         problems: Mapping[str, str],
+        origin: str,
     ) -> Path:
-        """Write ``folder``/``identity.path`` in one step (no half-written pack is ever visible)."""
+        """Write ``folder``/``identity.path`` in one step (no half-written pack is ever visible). ``origin`` says where
+        the measurements come from."""
         header = {
             "identity": {field: getattr(self.identity, field) for field in Identity.__dataclass_fields__},
+            "origin": origin,
             "base": None if self.base is None else {"path": self.base.identity.path, "digest": self.base.digest},
             "sources": list(sources),
             "files": dict(files),

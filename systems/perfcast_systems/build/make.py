@@ -197,7 +197,7 @@ def build_packs(
                 sources,
                 table.first,
             )
-        path = writer.write(out, contents.sources, contents.files, contents.problems)
+        path = writer.write(out, contents.sources, contents.files, contents.problems, builder.tree.origin)
         base = base or Pack(path)
         paths.append(path)
         rows = sum(table.n for table, _ in contents.tables)

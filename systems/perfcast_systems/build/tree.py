@@ -43,6 +43,13 @@ class DataTree:
             path.name: _directories(path) for path in sorted(data.iterdir()) if path.is_dir() and path.name[0] != "."
         }
 
+    @property
+    def origin(self) -> str:
+        """Name and version of the package that the tree was installed with, else the name of its folder."""
+        package = self.root.parent
+        installed = sorted(package.parent.glob(f"{package.name}-*.dist-info"))
+        return installed[0].name.removesuffix(".dist-info").replace("-", " ") if installed else self.root.name
+
     def systems(self) -> list[str]:
         return list(self._systems)
 
