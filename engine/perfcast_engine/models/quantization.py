@@ -120,6 +120,12 @@ def choose(spec: ModelSpec, asked: QuantOverrides, where: Situation, measured: C
     return _for_estimate(spec, asked, where, measured)
 
 
+def settled(spec: ModelSpec, asked: QuantOverrides, where: Situation) -> QuantOverrides:
+    """``asked`` with every open mode filled, so that each counts as asked for from here on."""
+    modes = _with_defaults(spec, asked, where)
+    return QuantOverrides(modes.gemm, modes.moe, modes.kv, modes.fmha, modes.comm)
+
+
 def _for_estimate(spec: ModelSpec, asked: QuantOverrides, where: Situation, measured: ContextFmha) -> QuantModes:
     implied = spec.quant
     table = context_table(spec.family, where.backend)
@@ -142,11 +148,14 @@ def _for_estimate(spec: ModelSpec, asked: QuantOverrides, where: Situation, meas
             gemm=NO_NATIVE_FP4.get(asked.gemm or implied.gemm or "", asked.gemm),
             moe=NO_NATIVE_FP4.get(asked.moe or _remapped(spec, where) or "", asked.moe),
         )
+    return _with_defaults(spec, asked, where)
+
+
+def _with_defaults(spec: ModelSpec, asked: QuantOverrides, where: Situation) -> QuantModes:
     modes = _filled(asked, spec, _remapped(spec, where))
-    if asked.fmha is None and modes.fmha == "fp8":
-        keys = {(spec.family, where.backend), (spec.family, ""), ("", where.backend)}
-        if keys & BFLOAT16_ATTENTION:
-            modes = replace(modes, fmha="bfloat16")
+    keys = {(spec.family, where.backend), (spec.family, ""), ("", where.backend)}
+    if asked.fmha is None and modes.fmha == "fp8" and keys & BFLOAT16_ATTENTION:
+        return replace(modes, fmha="bfloat16")
     return modes
 
 
@@ -189,7 +198,7 @@ def _expert_rule(spec: ModelSpec, where: Situation) -> str | None:
             and rule.inferred in (None, spec.quant.moe)
             and rule.arch in (None, spec.arch)
             and rule.only in (None, where.resolution)
-            and (rule.not_on is None or rule.not_on != where.moe_backend)
+            and (rule.not_on is None or rule.not_on != where.moe_backend or where.resolution == "estimate")
         ):
             return rule.mode
     return None

@@ -10,7 +10,7 @@ from perfcast_engine.errors import InvalidField, PerfDataMissing
 from perfcast_engine.models.build import ModelPlan, build
 from perfcast_engine.models.deployment import Deployment
 from perfcast_engine.models.large_ep import ExpertPlacement, choose_comm_backend
-from perfcast_engine.models.quantization import QuantModes, Situation, choose
+from perfcast_engine.models.quantization import QuantModes, Situation, choose, context_tables, settled
 from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.rules import complete, is_moe
 from perfcast_engine.models.spec import ModelSpec
@@ -28,6 +28,10 @@ FMHA_TABLES: Mapping[str, tuple[str, ...]] = {
     "dsa_context_module": ("dsa_context",),
     "deepseek_v4_context_module": ("dsv4_csa_context_module", "dsv4_hca_context_module"),
 }
+# role -> phases that need an all-to-all, for a single estimate and for a candidate of a search
+PHASES = {"both": ("context", "generation"), "prefill": ("context",), "decode": ("generation",)}
+SEARCHED_PHASES = PHASES | {"decode": ("context", "generation")}
+SEARCHED_WIDTHS = (2, 4, 8, 16, 32, 64)
 FMHA_COLUMNS = ("attn_dtype", "mla_dtype")
 # architecture, backend -> attention and cache modes that its large-EP tables are labelled with
 WIDE_MODES = {("DeepseekV3ForCausalLM", "sglang"): ("fp8_block", "fp8")}
@@ -72,23 +76,7 @@ def resolve(config: EngineConfig, catalog: Catalog, registry: Registry) -> Engin
         config.system, config.backend, config.version, config.database_mode, policy, config.allow_unlisted_version
     )
     parallel = complete(spec, config.parallel)
-    modes = choose(
-        spec,
-        config.quant,
-        Situation(
-            backend=db.backend,
-            sm=db.system.sm_version,
-            resolution=config.resolution,
-            moe_backend=config.moe_backend,
-            decode_only=config.role == "decode",
-            large_ep=bool(config.moe_comm),
-        ),
-        lambda table, kv: measured_fmha(db, table, kv),
-    )
-    comm = config.moe_comm
-    if comm is None:
-        comm = across_nodes(config, spec, parallel, modes, db)
-        modes = _wide_modes(config, spec, modes) if comm else modes
+    modes, comm = modes_and_comm(config, spec, parallel, db)
     deployment = Deployment(
         spec=spec,
         parallel=parallel,
@@ -129,46 +117,95 @@ def measured_fmha(db: Database, name: str, kv: str | None) -> frozenset[str]:
     return frozenset(found)
 
 
-def across_nodes(
-    config: EngineConfig, spec: ModelSpec, parallel: ParallelConfig, modes: QuantModes, db: Database
-) -> MoeComm:
-    """The all-to-all of each phase where experts span nodes, none inside a node (spec/05 8.6)."""
-    experts, ep, tp = spec.moe, parallel.moe_ep or 1, parallel.moe_tp or 1
-    if not is_moe(spec) or ep <= db.system.gpus_per_node:
+def modes_and_comm(
+    config: EngineConfig, spec: ModelSpec, parallel: ParallelConfig, db: Database
+) -> tuple[QuantModes, MoeComm]:
+    """Quantisation modes and the all-to-all of each phase (spec/05 3.7, 8.6).
+
+    A single estimate looks for an all-to-all only where experts span nodes, and then settles the modes first. A search
+    settles the modes over all its candidates, and takes an all-to-all wherever one was measured.
+    """
+    search, asked = config.resolution == "search", config.quant
+    where = Situation(
+        backend=db.backend,
+        sm=db.system.sm_version,
+        resolution=config.resolution,
+        moe_backend=config.moe_backend,
+        decode_only=config.role == "decode",
+        large_ep=bool(config.moe_comm),
+    )
+
+    def measured(table: str, kv: str | None) -> frozenset[str]:
+        return measured_fmha(db, table, kv)
+
+    if config.moe_comm is not None:
+        return choose(spec, asked, where, measured), config.moe_comm
+    if search:
+        reached = _reaches_large_ep(config, spec, choose(spec, asked, where, measured).moe, db)
+        where = replace(where, tables=context_tables(spec, db.backend, fused=True, large_ep=reached))
+        modes = choose(spec, asked, where, measured)
+        comm = exchange(config, spec, parallel, modes.moe, db)
+        return _labelled(config, spec, modes) if comm else modes, comm
+    filled = settled(spec, asked, where)
+    assert filled.moe is not None
+    comm = exchange(config, spec, parallel, filled.moe, db)
+    if not comm:
+        return choose(spec, asked, where, measured), comm
+    modes = choose(spec, filled, replace(where, large_ep=True), measured)
+    return _labelled(config, spec, modes), comm
+
+
+def exchange(config: EngineConfig, spec: ModelSpec, parallel: ParallelConfig, moe: str, db: Database) -> MoeComm:
+    """The all-to-all of each phase that the configuration serves; none where the fused form is taken."""
+    ep, tp = parallel.moe_ep or 1, parallel.moe_tp or 1
+    spans_nodes, search = ep > db.system.gpus_per_node, config.resolution == "search"
+    if not is_moe(spec) or not (spans_nodes or (search and ep > 1 and tp == 1)):
         return FUSED
     if tp != 1:
         raise InvalidField("parallel.moe_tp", "must be 1 where experts span nodes", why="cross_node_tp")
-    layer = ExpertPlacement(
+    layer = _placement(spec, moe, parallel.attn_dp, ep)
+    phases = (SEARCHED_PHASES if search else PHASES)[config.role]
+    chosen = {phase: choose_comm_backend(db, spec.family, phase, layer) for phase in phases}
+    if None not in chosen.values():
+        return MoeComm(**chosen)
+    if not spans_nodes:
+        return FUSED
+    raise PerfDataMissing(
+        f"experts over {ep} ranks need a measured all-to-all for {spec.id} on {db.system.name} with {db.backend}",
+        op="moe_a2a",
+        key=str(layer),
+        system=db.system.name,
+        backend=db.backend,
+        version=db.version,
+    )
+
+
+def _placement(spec: ModelSpec, moe: str, attn_dp: int, ep: int) -> ExpertPlacement:
+    experts = spec.moe
+    return ExpertPlacement(
         hidden=spec.hidden,
         inter=experts.inter,
         topk=experts.topk,
         experts=experts.experts,
-        quant=modes.moe,
-        attn_dp=parallel.attn_dp,
-        moe_tp=tp,
+        quant=moe,
+        attn_dp=attn_dp,
+        moe_tp=1,
         moe_ep=ep,
     )
-    phases = ("context",) if config.role == "prefill" else ("context", "generation")
-    chosen = {phase: choose_comm_backend(db, spec.family, phase, layer) for phase in phases}
-    if None in chosen.values():
-        raise PerfDataMissing(
-            f"experts over {ep} ranks need a measured all-to-all for {spec.id} on {db.system.name} with {db.backend}",
-            op="moe_a2a",
-            key=str(layer),
-            system=db.system.name,
-            backend=db.backend,
-            version=db.version,
-        )
-    return MoeComm(**chosen)
 
 
-def _wide_modes(config: EngineConfig, spec: ModelSpec, modes: QuantModes) -> QuantModes:
-    labels = WIDE_MODES.get((spec.arch, config.backend))
-    if labels is not None:
-        fmha = config.quant.fmha or labels[0]
-        kv = config.quant.kv_cache or labels[1]
-        modes = replace(modes, fmha=fmha, kv=kv)
-    return replace(modes, gemm_explicit=modes.gemm_explicit or config.resolution == "estimate")
+def _reaches_large_ep(config: EngineConfig, spec: ModelSpec, moe: str, db: Database) -> bool:
+    """Whether some candidate of a search would run under an all-to-all."""
+    return any(
+        all(choose_comm_backend(db, spec.family, phase, layer) for phase in SEARCHED_PHASES[config.role])
+        for layer in (_placement(spec, moe, ep, ep) for ep in SEARCHED_WIDTHS)
+    )
+
+
+def _labelled(config: EngineConfig, spec: ModelSpec, modes: QuantModes) -> QuantModes:
+    """``modes`` as the large-EP tables call them."""
+    fmha, kv = WIDE_MODES.get((spec.arch, config.backend), (modes.fmha, modes.kv))
+    return replace(modes, fmha=config.quant.fmha or fmha, kv=config.quant.kv_cache or kv)
 
 
 def with_lanes(plan: ModelPlan, db: Database) -> ModelPlan:
