@@ -50,6 +50,9 @@ class Split(NamedTuple):
     def memory(cls, mem: F64) -> Split:
         return cls(mem, np.zeros(len(mem)), mem)
 
+    def clamped(self) -> Split:
+        return Split(*(np.maximum(part, 0.0) for part in self))
+
     def plus(self, other: Split) -> Split:
         return Split(self.time + other.time, self.math + other.math, self.mem + other.mem)
 
@@ -80,8 +83,8 @@ class Op(ABC):
         raise SolNotDefined(f"{type(self).__name__} {self.name} exports no roofline split", op=self.name)
 
     def sol_split(self, db: Database, at: Points) -> Split:
-        """The roofline of all instances at N points."""
-        return self.sol(db, at).scaled(self.scale)
+        """The roofline of all instances at N points; no part is negative."""
+        return self.sol(db, at).clamped().scaled(self.scale)
 
     def weight_bytes(self) -> float:
         """Resident bytes of all instances on one GPU."""

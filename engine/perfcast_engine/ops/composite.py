@@ -9,7 +9,7 @@ import numpy as np
 
 from perfcast_engine.answer import Answer, Points, Source, or_else
 from perfcast_engine.errors import PerfDataMissing
-from perfcast_engine.ops.base import Op, Reads
+from perfcast_engine.ops.base import Op, Reads, Split
 from perfcast_engine.tables.database import Database, Mode
 
 
@@ -43,6 +43,10 @@ class Fallback(Op):
 
     def weight_bytes(self) -> float:
         return self.primary.weight_bytes() or sum(op.weight_bytes() for op in self.fallback)
+
+    def sol(self, db: Database, at: Points) -> Split:
+        """Of the primary, which a roofline always answers."""
+        return self.primary.sol_split(db, at)
 
     def price(self, db: Database, at: Points) -> Answer:
         # measured parts win over an estimated whole
