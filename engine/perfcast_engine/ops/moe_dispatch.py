@@ -60,7 +60,8 @@ class MoeDispatch(Op):
     def price(self, db: Database, at: Points) -> Answer:
         if self.flavor == RETIRED_FLAVOR:
             raise UnsupportedCombination("flavor", f"the fused path of {self.flavor} is retired", why="moe_backend")
-        rule = next((rule for rule in RULES[self.backend] if rule.applies(self, db.system)), NOTHING)
+        rules = TRTLLM_RULES if self.flavor == TRTLLM_FLAVOR else RULES[self.backend]
+        rule = next((rule for rule in rules if rule.applies(self, db.system)), NOTHING)
         steps = rule.pre if self.pre else rule.post
         return total((step.price(self, db, at) for step in steps), len(at)).tagged(Source.SILICON)
 
@@ -91,7 +92,7 @@ class Rule(NamedTuple):
     post: tuple[Step, ...] = ()
 
 
-REDUCE = Step("all_reduce")
+REDUCE, REDUCE_GROUP = Step("all_reduce"), Step("all_reduce", attn_group=True)
 GATHER, SCATTER = Step("all_gather"), Step("reduce_scatter")
 GATHER_POOL, SCATTER_POOL = Step("all_gather", pooled=True), Step("reduce_scatter", pooled=True)
 GATHER_PACKED = Step("all_gather", pooled=True, packed=True)
@@ -101,7 +102,7 @@ NOTHING = Rule(lambda op, system: True)
 _SPLIT = Rule(lambda op, system: op.attn_tp > 1, (REDUCE,), (REDUCE,))
 _POOLED = Rule(lambda op, system: op.dp > 1, (GATHER_POOL,), (SCATTER_POOL,))
 
-# By the backend that the operator was built for.
+# By the framework that the operator was built for, where it takes its plain path.
 RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "vllm": (
@@ -124,15 +125,11 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
             _SPLIT,
             _POOLED,
         ),
-        "trtllm": (
-            Rule(
-                lambda op, system: op.flavor != TRTLLM_FLAVOR,
-                (Step("all_reduce", attn_group=True),),
-                (Step("all_reduce", attn_group=True),),
-            ),
-            Rule(lambda op, system: system.sm_version == 100 and op.dp > 1, (GATHER_PACKED,), (SCATTER_POOL,)),
-            _SPLIT,
-            _POOLED,
-        ),
+        "trtllm": (Rule(lambda op, system: True, (REDUCE_GROUP,), (REDUCE_GROUP,)),),
     }
+)
+TRTLLM_RULES = (
+    Rule(lambda op, system: system.sm_version == 100 and op.dp > 1, (GATHER_PACKED,), (SCATTER_POOL,)),
+    _SPLIT,
+    _POOLED,
 )
