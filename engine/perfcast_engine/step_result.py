@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer, Miss, Source
+from perfcast_engine.answer import F64, Answer, Mask, Miss, Source
 from perfcast_engine.errors import EngineError
 from perfcast_engine.token_table import sum_by_source
 
@@ -87,15 +87,14 @@ def combined(answers: list[tuple[str, Answer]], n: int, listed: bool) -> StepRes
 
 
 def blanked(result: StepResult, idle: Any) -> StepResult:
-    """Zero latency and no miss where there is nothing to do."""
+    """Zero latency and no miss where there is nothing to do; no operators where no point has any."""
     idle = np.atleast_1d(idle)
     if not idle.any():
         return result
     misses = [(mask & ~idle, error) for mask, error in result.misses if (mask & ~idle).any()]
-    operators = result.operators and {
-        name: replace(a, ms=np.where(idle, 0.0, a.ms), energy=np.where(idle, 0.0, a.energy))
-        for name, a in result.operators.items()
-    }
+    operators = result.operators
+    if operators is not None:
+        operators = {} if idle.all() else {name: _blanked(answer, idle) for name, answer in operators.items()}
     return StepResult(
         np.where(idle, 0.0, result.ms),
         np.where(idle[:, None], 0.0, result.by_source),
@@ -104,6 +103,10 @@ def blanked(result: StepResult, idle: Any) -> StepResult:
         misses,
         operators,
     )
+
+
+def _blanked(answer: Answer, idle: Mask) -> Answer:
+    return replace(answer, ms=np.where(idle, 0.0, answer.ms), energy=np.where(idle, 0.0, answer.energy))
 
 
 def gathered(samples: StepResult, point: np.ndarray, n: int) -> StepResult:
@@ -119,7 +122,9 @@ def gathered(samples: StepResult, point: np.ndarray, n: int) -> StepResult:
         gone = np.zeros(n, np.bool_)
         gone[point[mask]] = True
         misses.append((gone, error))
-    operators = samples.operators and {name: _fold(answer, point, n) for name, answer in samples.operators.items()}
+    operators = samples.operators
+    if operators is not None:
+        operators = {name: _fold(answer, point, n) for name, answer in operators.items()} if len(point) else {}
     by_source = np.stack([summed(column) for column in samples.by_source.T], axis=1)
     return StepResult(summed(samples.ms), by_source, tier, summed(samples.energy), misses, operators)
 
