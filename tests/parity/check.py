@@ -48,7 +48,7 @@ CONFIG = {
     Reason.UNKNOWN_VERSION,
 }
 REASONS: dict[str, set[Reason]] = {
-    "PerfDataNotAvailableError": {Reason.PERF_DATA_MISSING},
+    "PerfDataNotAvailableError": {Reason.PERF_DATA_MISSING, Reason.UNKNOWN_SYSTEM},
     "EmpiricalNotImplementedError": {Reason.EMPIRICAL_BASIS_MISSING},
     "MissingSystemFlopsError": {Reason.SYSTEM_FLOPS_MISSING},
     "SolNotImplementedError": {Reason.SOL_NOT_DEFINED},
