@@ -15,6 +15,7 @@ COMMANDS = {
     "predict": ("perfcast_cli.predict", "Predict the latency of a prefill, decode or mixed step."),
     "models": ("perfcast_cli.listing", "List the models known by name."),
     "systems": ("perfcast_cli.listing", "List GPU systems and the backends measured on them."),
+    "health": ("perfcast_cli.health", "Ask a server whether it is serving."),
     "data": ("perfcast_cli.data", "Build, list and verify packs of measured tables."),
 }
 

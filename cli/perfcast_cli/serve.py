@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
 from perfcast_server.settings import Settings, SettingsError, load
 
 PROCESS_BEGAN = time.perf_counter()
-EXAMPLE = "perfcast predict all --server {address} --model Qwen/Qwen3-32B-FP8 --system h200_sxm --backend trtllm --tp 4"
+EXAMPLE = "predict --server {address} --model Qwen/Qwen3-32B-FP8 --system h200_sxm --backend trtllm --tp 4"
 
 
 def _flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,5 +56,6 @@ def serve(file: str | None, **flags: Any) -> None:
 def _say_ready(server: Any) -> None:
     seconds = time.perf_counter() - PROCESS_BEGAN
     click.echo(f"perfcast is ready on {server.address} after {seconds:.2f} s. Try in another terminal:")
-    click.echo(f"  {EXAMPLE.format(address=server.address)}")
+    program = sys.argv[0] if Path(sys.argv[0]).name == "perfcast" else "perfcast"
+    click.echo(f"  {program} {EXAMPLE.format(address=server.address)}")
     sys.stdout.flush()

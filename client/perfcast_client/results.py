@@ -89,6 +89,7 @@ class Engine(Result):
     gpus_total: int
     model_family: str
     notes: tuple[str, ...]
+    modes: Mapping[str, str]
 
     @property
     def handle(self) -> str:
@@ -97,7 +98,8 @@ class Engine(Result):
     @classmethod
     def of(cls, m: prediction_pb2.ResolveEngineResponse) -> Engine:
         stamp, config = EngineStamp.of(m.engine), EngineConfig.from_message(m.resolved)
-        return cls(stamp, config, m.gpus_total, m.model_family, tuple(m.notes))
+        modes = {item.name: value for item, value in m.modes.ListFields()}
+        return cls(stamp, config, m.gpus_total, m.model_family, tuple(m.notes), modes)
 
 
 @dataclass(frozen=True, slots=True)

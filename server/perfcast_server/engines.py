@@ -141,9 +141,9 @@ class Engines:
 
 Probe = Callable[[Engine], StepResult]
 PROBES: tuple[tuple[str, Probe], ...] = (
-    ("prefill", lambda engine: engine.prefill(1, 128)),
-    ("decode", lambda engine: engine.decode_step(1, 128, 2)),
-    ("mixed", lambda engine: engine.mixed(128, 1, 128, 2)),
+    ("prefill", lambda engine: engine.steps.prefill(1, 128)),
+    ("decode", lambda engine: engine.steps.decode_step(1, 128, 2)),
+    ("mixed", lambda engine: engine.steps.mixed(128, 1, 128, 2)),
 )
 
 

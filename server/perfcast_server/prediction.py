@@ -42,13 +42,14 @@ class Prediction:
 
     async def resolve_engine(self, request: prediction_pb2.ResolveEngineRequest) -> Message:
         ready = await self._engines.of(request)
-        engine = ready.engine
+        engine, modes = ready.engine, ready.engine.modes
         return prediction_pb2.ResolveEngineResponse(
             engine=ready.stamp,
             resolved=wire.config_message(engine.config, ready.original),
             gpus_total=engine.config.parallel.gpus,
             model_family=engine.model.family,
             notes=engine.notes,
+            modes=wire.quant_message(modes.gemm, modes.moe, modes.kv, modes.fmha, modes.comm),
         )
 
     async def predict_step(self, request: prediction_pb2.PredictStepRequest) -> Message:
@@ -116,7 +117,7 @@ class Prediction:
 
     def _timed(self, ready: Ready, asked: Query, operators: bool) -> StepResult:
         began = perf_counter()
-        result = asked.ask(ready.engine, operators)
+        result = asked.ask(ready.engine.steps, operators)
         self._metrics.points.labels(asked.kind).inc(asked.points)
         self._metrics.point_seconds.labels(asked.kind).observe((perf_counter() - began) / asked.points)
         return result

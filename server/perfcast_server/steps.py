@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
+from perfcast_engine.step import StepModel
 from perfcast_engine.step_result import StepResult
 
 from perfcast_server.errors import ServiceError, invalid
 
 MAX_COUNT = 2**31 - 1
 MAX_BEAM = 1024
-
-
-class Stepper(Protocol):
-    """What an engine can be asked; every argument a number or an array (N,), ``operators`` for the breakdown."""
-
-    def prefill(self, batch: Any, isl: Any, prefix: Any, imbalance: Any, *, operators: bool) -> StepResult: ...
-    def decode_step(self, gen_requests: Any, isl: Any, osl: Any, *, operators: bool) -> StepResult: ...
-    def decode(self, batch: Any, isl: Any, osl: Any, beam: Any, stride: int, *, operators: bool) -> StepResult: ...
-    def mixed(
-        self, ctx_tokens: Any, gen_requests: Any, isl: Any, osl: Any, prefix: Any, *, operators: bool
-    ) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +66,8 @@ class Query:
     weight: int
     arguments: Mapping[str, Any]
 
-    def ask(self, engine: Stepper, operators: bool = False) -> StepResult:
-        result: StepResult = getattr(engine, KINDS[self.kind].call)(**self.arguments, operators=operators)
+    def ask(self, steps: StepModel, operators: bool = False) -> StepResult:
+        result: StepResult = getattr(steps, KINDS[self.kind].call)(**self.arguments, operators=operators)
         return result
 
 

@@ -25,7 +25,7 @@ from tests.server.running import Running, running
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 Status = health_pb2.HealthCheckResponse
-SLOW = DecodeTrajectory(8, 1000, 900_000, stride=1)
+SLOW = DecodeTrajectory(8, 1000, 100_000, stride=1)  # tens of thousands of points: slow enough to be caught at it
 
 
 def health(channel: grpc.Channel, name: str) -> int | grpc.StatusCode:
@@ -123,7 +123,10 @@ def test_concurrent_requests_beyond_the_limit_are_refused_at_once() -> None:
     with running(max_concurrent_requests=2) as served, Client(served.address) as client:
         client.resolve(CONFIG)
         with ThreadPoolExecutor() as pool:
-            busy = [pool.submit(client.predict, CONFIG, DecodeTrajectory(n, 10, 900_000, stride=1)) for n in (1, 2)]
+            busy = [
+                pool.submit(client.predict, CONFIG, DecodeTrajectory(n, 1000, 100_000, stride=1), deadline_s=60)
+                for n in (1, 2)
+            ]
             while served.metric("grpc_server_in_work") < 2:
                 time.sleep(0.001)
             with pytest.raises(errors.LimitExceeded) as caught:
@@ -227,7 +230,7 @@ def test_a_deadline_in_the_past_is_exceeded_and_a_short_one_harms_nobody(served:
     with Client(served.address) as client:
         client.resolve(CONFIG)
         with pytest.raises(errors.DeadlineExceeded):
-            client.predict(CONFIG, DecodeTrajectory(5, 10, 900_000, stride=1), deadline_s=0.001)
+            client.predict(CONFIG, DecodeTrajectory(5, 1000, 100_000, stride=1), deadline_s=0.001)
         assert client.predict(CONFIG, Prefill(1, 128)).latency_ms > 0
 
 

@@ -114,6 +114,7 @@ class ResolveEngineResponse(google.protobuf.message.Message):
     GPUS_TOTAL_FIELD_NUMBER: builtins.int
     MODEL_FAMILY_FIELD_NUMBER: builtins.int
     NOTES_FIELD_NUMBER: builtins.int
+    MODES_FIELD_NUMBER: builtins.int
     gpus_total: builtins.int
     """GPUs of one engine."""
     model_family: builtins.str
@@ -121,11 +122,15 @@ class ResolveEngineResponse(google.protobuf.message.Message):
     def engine(self) -> perfcast.v1.common_pb2.EngineStamp: ...
     @property
     def resolved(self) -> perfcast.v1.common_pb2.EngineConfig:
-        """The configuration with everything that was left open filled in. Resolving it gives the same handle."""
+        """The configuration with version, parallel sizes and draft depth filled in. Resolving it gives the same handle."""
 
     @property
     def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What was assumed or replaced on the way, in words."""
+
+    @property
+    def modes(self) -> perfcast.v1.common_pb2.QuantConfig:
+        """The quantisation modes in force."""
 
     def __init__(
         self,
@@ -135,9 +140,10 @@ class ResolveEngineResponse(google.protobuf.message.Message):
         gpus_total: builtins.int = ...,
         model_family: builtins.str = ...,
         notes: collections.abc.Iterable[builtins.str] | None = ...,
+        modes: perfcast.v1.common_pb2.QuantConfig | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["engine", b"engine", "resolved", b"resolved"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine", b"engine", "gpus_total", b"gpus_total", "model_family", b"model_family", "notes", b"notes", "resolved", b"resolved"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine", b"engine", "modes", b"modes", "resolved", b"resolved"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine", b"engine", "gpus_total", b"gpus_total", "model_family", b"model_family", "modes", b"modes", "notes", b"notes", "resolved", b"resolved"]) -> None: ...
 
 Global___ResolveEngineResponse: typing_extensions.TypeAlias = ResolveEngineResponse
 

@@ -1,0 +1,110 @@
+"""Who may import whom, and how large things may grow."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = {
+    "protos": "perfcast",
+    "systems": "perfcast_systems",
+    "engine": "perfcast_engine",
+    "server": "perfcast_server",
+    "client": "perfcast_client",
+    "deploy": "perfcast_deploy",
+    "cli": "perfcast_cli",
+}
+MAY_IMPORT = {
+    "protos": set(),
+    "systems": set(),
+    "engine": {"systems"},
+    "server": {"engine", "protos", "deploy"},
+    "client": {"protos"},
+    "deploy": {"engine"},
+    "cli": {"protos", "systems", "engine", "server", "client", "deploy"},
+}
+# What a planner's environment gets with the client: nothing that is not a base dependency.
+CLIENT_NEEDS = {"grpc", "google", "numpy"}
+# The engine from the ground up; a module imports only what stands before it.
+FLOORS = (
+    "errors", "quant", "system", "answer", "profiles", "interp", "tables", "ops", "backends", "models.spec", "config",
+    "models",
+    "token_table", "step_result", "phase", "step", "memory", "predictor", "serving", "search", "planner",
+)  # fmt: skip
+MAX_LINES, MAX_ENGINE_LINES = 500, 9_000
+
+
+def sources(room: str) -> list[Path]:
+    return sorted(path for path in (ROOT / room / ROOMS[room]).rglob("*.py") if "_pb2" not in path.name)
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
+    forbidden = {package for other, package in ROOMS.items() if other not in MAY_IMPORT[room] | {room}}
+    for path in sources(room):
+        for name in imported(path):
+            assert name.split(".")[0] not in forbidden, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_the_client_needs_the_base_dependencies_only() -> None:
+    import sys
+
+    allowed = CLIENT_NEEDS | {"perfcast", "perfcast_client"} | set(sys.stdlib_module_names)
+    for path in sources("client"):
+        for name in imported(path):
+            assert name.split(".")[0] in allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_the_engine_knows_no_grpc_and_no_clock() -> None:
+    for path in sources("engine"):
+        for name in imported(path):
+            assert name.split(".")[0] not in {"grpc", "google", "time", "asyncio", "logging"}, f"{path} imports {name}"
+
+
+def floor(parts: tuple[str, ...]) -> int | None:
+    """The floor of a module, given as its path inside the engine."""
+    for name in (".".join(parts[:2]), parts[0]):
+        if name in FLOORS:
+            return FLOORS.index(name)
+    return None
+
+
+def test_the_engine_imports_downwards() -> None:
+    package = ROOT / "engine" / "perfcast_engine"
+    for path in sources("engine"):
+        own = floor(path.relative_to(package).with_suffix("").parts)
+        for name in imported(path):
+            parts = tuple(name.split("."))
+            other = floor(parts[1:]) if parts[0] == "perfcast_engine" and len(parts) > 1 else None
+            if own is not None and other is not None:
+                assert other <= own, f"{path.relative_to(ROOT)} imports {name} from a floor above"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_files_stay_small(room: str) -> None:
+    for path in sources(room):
+        assert len(path.read_text().splitlines()) <= MAX_LINES, path.relative_to(ROOT)
+
+
+@pytest.mark.xfail(reason="the engine is over its budget and has to be trimmed", strict=False)
+def test_the_engine_stays_small() -> None:
+    assert sum(len(path.read_text().splitlines()) for path in sources("engine")) < MAX_ENGINE_LINES
+
+
+def test_nothing_is_called_a_helper() -> None:
+    for room in ROOMS:
+        for path in sources(room):
+            assert path.stem not in {"helpers", "helper", "utils", "manager"}, path.relative_to(ROOT)
