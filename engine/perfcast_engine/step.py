@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Points
+from perfcast_engine.answer import F64, Answer, Mask, Points, Source
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.ops.base import Op
 from perfcast_engine.phase import Phase
@@ -40,6 +40,9 @@ class RankWork:
 
     def __len__(self) -> int:
         return len(self.prefill_tokens)
+
+    def take(self, which: Mask) -> RankWork:
+        return RankWork(*(getattr(self, name)[which] for name in self.__slots__))
 
 
 @dataclass(frozen=True)
@@ -184,26 +187,42 @@ class StepModel:
     def observed(self, work: RankWork, *, operators: bool = False) -> StepResult:
         """The pass of each rank as telemetry counts it (spec/04 11.4, spec/06 1.8). No factor of nextn: the counts are
         of packed tokens. Idle ranks take 0 ms."""
-        w = work
-        prompts, decodes = np.maximum(w.prefill_requests, 1), np.maximum(w.decode_requests, 1)
-        fresh, cached = w.prefill_tokens // prompts, w.prefill_kv_tokens // prompts
-        length = w.decode_kv_tokens // decodes
-        prefills, decoding = w.prefill_tokens > 0, (w.decode_requests > 0) | (w.decode_kv_tokens > 0)
-        both = prefills & decoding
-        at = Points.of(prompts, fresh, cached, prompts * fresh)
-        prefill = blanked(self._context.price(at, prompts, operators), both | ~prefills)
-        decode = self._generation.price(Points.of(decodes, length, 0, decodes), decodes, operators)
-        result = prefill + blanked(decode, both | ~decoding)
-        if not both.any():
-            return result
-        flat = np.maximum(w.prefill_tokens + w.decode_requests, 1)
+        prefills, decoding = work.prefill_tokens > 0, work.decode_requests + work.decode_kv_tokens > 0
+        nothing = np.zeros(len(work))
+        listed: dict[str, Answer] | None = {} if operators else None
+        result = StepResult(nothing, np.zeros((len(work), len(Source))), nothing.astype(np.uint8), nothing, [], listed)
+        kinds = (
+            (prefills & ~decoding, self._observed_prefill),
+            (decoding & ~prefills, self._observed_decode),
+            (prefills & decoding, self._observed_mixed),
+        )
+        for mine, price in kinds:
+            if mine.any():
+                result += price(work.take(mine), operators).spread(mine)
+        return result
+
+    def _observed_prefill(self, work: RankWork, operators: bool) -> StepResult:
+        prompts = np.maximum(work.prefill_requests, 1)
+        fresh = work.prefill_tokens // prompts
+        at = Points.of(prompts, fresh, work.prefill_kv_tokens // prompts, prompts * fresh)
+        return self._context.price(at, prompts, operators)
+
+    def _observed_decode(self, work: RankWork, operators: bool) -> StepResult:
+        decodes = np.maximum(work.decode_requests, 1)
+        at = Points.of(decodes, work.decode_kv_tokens // decodes, 0, decodes)
+        return self._generation.price(at, decodes, operators)
+
+    def _observed_mixed(self, work: RankWork, operators: bool) -> StepResult:
+        prompts, decodes = np.maximum(work.prefill_requests, 1), np.maximum(work.decode_requests, 1)
+        flat = work.prefill_tokens + work.decode_requests
         rows = np.ones_like(flat) if self.profile[MIXED_LOGITS_ROWS] else prompts + decodes
-        mixed = self._context.price_shared(Points.of(1, flat, w.prefill_kv_tokens, flat), rows, operators)
-        fresh = np.maximum(fresh, 1)
-        at = Points.of(np.maximum(np.ceil(w.prefill_tokens / fresh), 1), fresh, cached, w.prefill_tokens)
-        mixed += self._context.price_attention(at, operators)
-        at = Points.of(decodes, np.maximum(length, 1), 0, decodes)
-        return result + blanked(mixed + self._generation.price_attention(at, operators), ~both)
+        shared = self._context.price_shared(Points.of(1, flat, work.prefill_kv_tokens, flat), rows, operators)
+        fresh = np.maximum(work.prefill_tokens // prompts, 1)
+        cached = work.prefill_kv_tokens // prompts
+        at = Points.of(np.ceil(work.prefill_tokens / fresh), fresh, cached, work.prefill_tokens)
+        context = self._context.price_attention(at, operators)
+        at = Points.of(decodes, np.maximum(work.decode_kv_tokens // decodes, 1), 0, decodes)
+        return shared + context + self._generation.price_attention(at, operators)
 
 
 def _counts(**fields: Any) -> list[F64]:

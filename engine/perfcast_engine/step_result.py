@@ -47,6 +47,26 @@ class StepResult:
             operators=operators,
         )
 
+    def spread(self, where: Mask) -> StepResult:
+        """These points at the True places of ``where``, 0 ms elsewhere."""
+
+        def over(values: np.ndarray) -> np.ndarray:
+            out = np.zeros((len(where), *values.shape[1:]), values.dtype)
+            out[where] = values
+            return out
+
+        def answer(a: Answer) -> Answer:
+            return Answer(over(a.ms), over(a.source), over(a.tier), over(a.energy))
+
+        return StepResult(
+            over(self.ms),
+            over(self.by_source),
+            over(self.tier),
+            over(self.energy),
+            [(over(mask), error) for mask, error in self.misses],
+            self.operators and {name: answer(a) for name, a in self.operators.items()},
+        )
+
     def errors(self) -> dict[int, EngineError]:
         """The first error of each point that has no latency, by point index."""
         found: dict[int, EngineError] = {}

@@ -178,11 +178,14 @@ def _chunked(
     """Seconds to prefill ``tokens`` in passes of at most the token limit, each beside ``decodes`` decoding requests."""
     limit = float(limits.max_num_batched_tokens)
     full, tail = np.floor(tokens / limit), tokens % limit
-    per_chunk = np.ceil(limit / request.fresh_tokens)
-    whole = _split_times(model, limits, request, np.where(full > 0, limit, 0), np.minimum(per_chunk, prompts), decodes)
-    last = _split_times(
-        model, limits, request, tail, np.minimum(np.ceil(tail / request.fresh_tokens), prompts), decodes
-    )
+    whole = np.zeros_like(tokens)
+    if full.any():
+        count = np.minimum(np.ceil(limit / request.fresh_tokens), prompts)
+        whole = _split_times(
+            model, limits, request, np.where(full > 0, limit, 0), count, np.where(full > 0, decodes, 0)
+        )
+    left = np.minimum(np.ceil(tail / request.fresh_tokens), prompts)
+    last = _split_times(model, limits, request, tail, left, np.where(tail > 0, decodes, 0))
     return np.where(full > 0, full * whole, 0) + np.where(tail > 0, last, 0)
 
 
