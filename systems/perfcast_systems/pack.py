@@ -17,7 +17,7 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class PackError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a pack holds. ``slot`` is current, next or previous."""
+    """What a pack holds. ``slot`` is current, next, previous, or empty for a version outside the slots."""
 
     system: str
     backend: str
@@ -90,13 +90,13 @@ class PackTable:
 class Pack:
     """An open pack. Opening reads and checks the header only; tables are read, checked and decoded when asked for.
 
-    ``base`` is the pack it is coded against, if any (see ``base_of``). Thread-safe.
+    A pack may be coded against another one, its ``base``: ``find_base`` opens that by its path relative to the folder
+    of packs (by default in the same folder). Thread-safe.
     """
 
-    def __init__(self, path: Path, base: Pack | None = None) -> None:
+    def __init__(self, path: Path, find_base: Callable[[str], Pack] | None = None) -> None:
         self.path = path
-        self.name = _label(path)
-        self.base = base
+        self.name = f"{path.parent.name}/{path.name}"
         self._lock = threading.Lock()
         self._tables: dict[str, PackTable] = {}
         try:
@@ -106,8 +106,10 @@ class Pack:
         self.digest, self.header, self._start = _read_header(self._file.fileno(), self.name)
         self.identity = Identity(**self.header["identity"])
         wanted = self.header["base"]
-        if wanted is not None and (base is None or base.digest != wanted["digest"]):
-            raise PackError(f"is coded against {wanted['path']}, which is missing or of another build", self.name)
+        find_base = find_base or (lambda name: Pack(path.parents[1] / name))
+        self.base = None if wanted is None else find_base(wanted["path"])
+        if self.base is not None and self.base.digest != wanted["digest"]:
+            raise PackError(f"is coded against another build of {wanted['path']}", self.name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -210,22 +212,8 @@ def _read_header(file: int, name: str) -> tuple[str, dict[str, Any], int]:
     return digest.hex(), header, _PREFIX.size + size
 
 
-def _label(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
-
-
 def _dictionary(raw: bytes) -> zstandard.ZstdCompressionDict:
     return zstandard.ZstdCompressionDict(raw, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
-
-
-def base_of(path: Path) -> str | None:
-    """File name (relative to the folder of packs) of the pack that ``path`` is coded against."""
-    try:
-        with path.open("rb") as handle:
-            base = _read_header(handle.fileno(), _label(path))[1]["base"]
-    except OSError as error:
-        raise PackError(f"cannot be read: {error.strerror}", _label(path)) from error
-    return None if base is None else str(base["path"])
 
 
 class PackWriter:

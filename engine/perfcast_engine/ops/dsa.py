@@ -25,7 +25,7 @@ BF16 = quant.FMHA["bfloat16"]
 
 @dataclass(frozen=True, slots=True)
 class DsaShape:
-    """Structural constants of an architecture; counts of elements. kernels: name of its kernels measured alone."""
+    """Structural constants of an architecture; counts of elements."""
 
     hidden: int
     q_lora_rank: int
@@ -36,7 +36,6 @@ class DsaShape:
     index_topk: int
     index_head_dim: int
     index_heads: int
-    kernels: str
 
     @property
     def latent(self) -> int:
@@ -66,10 +65,11 @@ class DsaShape:
 
 SHAPES: Mapping[str, DsaShape] = MappingProxyType(
     {
-        "DeepseekV32ForCausalLM": DsaShape(7168, 1536, 512, 128, 64, 128, 2048, 128, 64, "dsv32"),
-        "GlmMoeDsaForCausalLM": DsaShape(6144, 2048, 512, 192, 64, 256, 2048, 128, 32, "glm5"),
+        "DeepseekV32ForCausalLM": DsaShape(7168, 1536, 512, 128, 64, 128, 2048, 128, 64),
+        "GlmMoeDsaForCausalLM": DsaShape(6144, 2048, 512, 192, 64, 256, 2048, 128, 32),
     }
 )
+KERNELS = {"DeepseekV32ForCausalLM": "dsv32"}  # tables of kernels measured alone; glm5 for any other architecture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +190,8 @@ class DsaContext(_Dsa):
     def _shared(self, db: Database, at: Points, skip: bool) -> Answer:
         """A rank's tokens, its share of the indexer, and the gathers (spec/04 section 9)."""
         m, elements = self.shape, at.batch * at.s
-        self.rates(db.system)
-        delta = dsa_delta(
-            db, m.kernels, self.heads, self.cp, at, skip
-        )  # its absence is told before that of an estimate
+        # before all else, as in the reference: kernels that were never measured alone are told first
+        delta = dsa_delta(db, KERNELS.get(self.architecture, "glm5"), self.heads, self.cp, at, skip)
         answer = self.layer(db, at.with_(s=chunk_of(at.s, self.cp)), skip, "flashmla_kv") + delta
         if not skip:
             answer += all_gather(db, self.cp, elements * m.index_head_dim)

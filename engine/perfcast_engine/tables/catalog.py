@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from perfcast_systems import ROOT
-from perfcast_systems.pack import SUFFIX, Pack, PackError, PackTable, base_of
+from perfcast_systems.pack import SUFFIX, Pack, PackError, PackTable
 
 from perfcast_engine.answer import Mask, Tier
 from perfcast_engine.errors import DataCorrupt, EngineError, InvalidField, PerfDataMissing, Reason, UnknownName
@@ -126,8 +126,7 @@ class Catalog:
         self._check(system, backend)
         found: dict[str, str] = {}
         for info in self._of(system, backend):
-            if info.problem is None:
-                found.setdefault(info.slot, info.version)
+            found.setdefault(info.slot, info.version)
         return {slot: found[slot] for slot in SLOTS if slot in found}
 
     def resolve_version(self, system: str, backend: str, request: str = "current", allow_unlisted: bool = False) -> str:
@@ -234,8 +233,7 @@ class Catalog:
     def _opened(self, path: Path) -> Pack:
         with self._lock:
             if path not in self._open:
-                base = base_of(path)
-                self._open[path] = Pack(path, None if base is None else self._opened(path.parents[1] / base))
+                self._open[path] = Pack(path, lambda base: self._opened(path.parents[1] / base))
             return self._open[path]
 
     def _source(self, path: Path) -> PackSource:

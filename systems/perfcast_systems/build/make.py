@@ -66,6 +66,23 @@ class Builder:
             for slot, version in slots(self.tree, self.rules, system, backend).items()
         ]
 
+    def named(self, names: Iterable[str]) -> list[Target]:
+        """The packs that ``names`` (system, system/backend or system/backend/version) ask for, in the order above."""
+        listed = self.targets()
+        chosen = dict.fromkeys(names, False)
+        found = []
+        for target in listed:
+            fits = [name for name in _labels(target) if name in chosen]
+            chosen |= dict.fromkeys(fits, True)
+            if fits:
+                found.append(target)
+        for name in [name for name, met in chosen.items() if not met]:
+            parts = name.split("/")
+            if len(parts) != 3 or not self.tree.directories(parts[0], parts[1], parts[2]):
+                raise BuildError(f"{name}: not in {self.tree.root}")
+            found.append(Target(parts[0], parts[1], parts[2], ""))
+        return sorted(found, key=lambda target: (target.system, target.backend))
+
     def contents(self, target: Target) -> Contents:
         """All tables of one pack. A table whose rows cannot be used is left out and named in ``problems``."""
         if target.system != self._system:
@@ -169,15 +186,15 @@ def build_packs(
     """Build the packs of a source tree into ``out`` and return their paths.
 
     root: an AIConfigurator-layout systems root, or an installed aiconfigurator-core package. only: keep systems,
-    ``system/backend`` or ``system/backend/version`` of these names. ``progress`` gets a line per pack.
+    ``system/backend`` or ``system/backend/version`` of these names; a version so named is built even when it fills no
+    slot. ``progress`` gets a line per pack.
     Raises BuildError when the tree is unusable or ``only`` names nothing in it; a table that cannot be read is left
     out of its pack and reported.
     """
     builder = Builder(DataTree(root))
-    wanted = None if only is None else set(only)
-    targets = [target for target in builder.targets() if wanted is None or wanted & set(_labels(target))]
+    targets = builder.targets() if only is None else builder.named(only)
     if not targets:
-        raise BuildError(f"{root}: nothing to build{f' for {sorted(wanted)}' if wanted else ''}")
+        raise BuildError(f"{root}: no version to build")
     paths = []
     base: Pack | None = None
     for target in targets:
