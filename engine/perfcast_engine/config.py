@@ -33,9 +33,7 @@ def _whole(owner: object, path: str, least: int, most: int, *names: str) -> None
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise InvalidField(
-                f"{path}{name}", f"must be a whole number from {least} to {most}, not {value!r:.40}", why="range"
-            )
+            raise InvalidField(f"{path}{name}", f"must be a whole number from {least} to {most}", why="range")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from perfcast_engine.errors import InvalidField
 
-LARGEST = 2**31 - 1
+LARGEST = 2**24  # of any width, count or context length; products of three still fit an int64
 MAX_DEPTH = 24
 MAX_NODES = 2_000_000
 MAX_LAYERS = 4096
@@ -56,7 +55,7 @@ class Reader:
             if value is None or (not falsy and value == 0):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
-                raise self.refuse(name, f"must be a whole number from {least} to {LARGEST}, not {value!r:.60}")
+                raise self.refuse(name, f"must be a whole number from {least} to {LARGEST}")
             return value
         if default is None:
             raise self.refuse(names[0], "is missing")
@@ -66,8 +65,8 @@ class Reader:
         value = self.data.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
-            raise self.refuse(name, f"must be a finite number >= 0, not {value!r:.60}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
+            raise self.refuse(name, f"must be a number from 0 to {LARGEST}")
         return float(value)
 
     def text(self, name: str, default: str = "") -> str:

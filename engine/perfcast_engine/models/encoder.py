@@ -32,9 +32,7 @@ def _tower(p: Phase, at: Layer, ranks: int) -> Iterator[Op]:
     own = x.num_heads * dim
     yield p.mem(at, "add_norm_1", 2 * width, 2 * width)
     yield p.gemm(at, "qkv_gemm", 3 * own // ranks, width, "bfloat16")
-    yield EncoderAttention(
-        name="encoder_attention", scale=p.scale(at), heads=heads, head_dim=dim, partial_rotary=x.partial_rotary_factor
-    )
+    yield p.op(EncoderAttention, at, "attention", heads=heads, head_dim=dim)
     yield p.gemm(at, "proj_gemm", width, own // ranks, "bfloat16", low=True)
     yield _allreduce(p, at, "ar_1", width, ranks)
     yield p.mem(at, "add_norm_2", 2 * width, 2 * width)
@@ -42,7 +40,8 @@ def _tower(p: Phase, at: Layer, ranks: int) -> Iterator[Op]:
     yield p.mem(at, "act", ffn // ranks, ffn // ranks)
     yield p.gemm(at, "ffn2_gemm", width, ffn // ranks, "bfloat16", low=True)
     yield _allreduce(p, at, "ar_2", width, ranks)
-    yield p.mem(at, "rope_apply", 6 * heads * dim, 6 * heads * dim)
+    if x.partial_rotary_factor > 0:
+        yield p.mem(at, "rope_apply", 6 * heads * dim, 6 * heads * dim)
 
 
 def _projectors(p: Phase, at: Layer, ranks: int) -> Iterator[Op]:
@@ -54,4 +53,4 @@ def _projectors(p: Phase, at: Layer, ranks: int) -> Iterator[Op]:
 
 
 def _allreduce(p: Phase, at: Layer, name: str, width: int, ranks: int) -> Op:
-    return AllReduce(name=f"{p.tag}{name}", scale=p.scale(at), hidden=width, gpus=ranks)
+    return p.op(AllReduce, at, name, hidden=width, gpus=ranks)
