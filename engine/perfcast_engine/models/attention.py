@@ -9,7 +9,7 @@ from typing import Any, Literal
 from perfcast_engine import quant
 from perfcast_engine.models.kv_cache import kv_curve
 from perfcast_engine.models.layers import Layer
-from perfcast_engine.models.listing import OpT, Part, Phase
+from perfcast_engine.models.listing import OpT, Part, Phase, split_mode
 from perfcast_engine.ops.attention import ContextAttention, GenerationAttention
 from perfcast_engine.ops.base import Op, Role
 from perfcast_engine.ops.composite import Fallback, Overlap
@@ -32,22 +32,18 @@ MSA_SHAPE = {
     "block_size": 128,
     "donor_architecture": "GlmMoeDsaForCausalLM",
 }
+EXPANDS_HEADS = frozenset({"vllm"})  # run latent attention by a dense kernel
 FULL_INDEXER_ONLY = frozenset({"trtllm", "vllm"})  # price every DSA layer with its own top-k index
 
 
-def dense_attention(p: Phase, at: Layer, cp: int = 1, qk_norm: bool = False) -> Op:
+def dense_attention(p: Phase, at: Layer, cp: int | None = None) -> Iterator[Op]:
     """The attention kernel of ``at``: prefill over all new tokens, decode over the cache."""
     at = replace(at, count=at.count * at.attention_share)
-    fields = {
-        "heads": at.heads // p.tp,
-        "kv_heads": at.kv_heads,
-        "head_dim": at.kernel_dim or at.qk,
-        "window": at.window,
-        "kv_quant": p.d.modes.kv,
-    }
-    if p.context:
-        return attend(p, at, ContextAttention, **fields, fmha_quant=p.d.modes.fmha, qk_norm=qk_norm, cp=cp)
-    return attend(p, at, GenerationAttention, **fields)
+    modes, cp = p.d.modes, p.split if cp is None else cp
+    fields = {"heads": at.heads // p.tp, "kv_heads": at.kv_heads, "head_dim": at.kernel_dim or at.qk}
+    prefill = {"fmha_quant": modes.fmha, "qk_norm": at.qk_norm, "cp": cp} if p.context else {}
+    kind = ContextAttention if p.context else GenerationAttention
+    yield attend(p, at, kind, **fields, window=at.window, kv_quant=modes.kv, **prefill)
 
 
 def attend(p: Phase, at: Layer, kind: type[OpT], /, **fields: Any) -> OpT:
@@ -55,47 +51,27 @@ def attend(p: Phase, at: Layer, kind: type[OpT], /, **fields: Any) -> OpT:
     return p.op(kind, at, "attention", role=Role.ATTENTION, **fields)
 
 
-def windowed_attention(p: Phase, at: Layer) -> Iterator[Op]:
-    """The attention kernel alone, of layers whose other operators are listed elsewhere."""
-    yield dense_attention(p, at, p.split, p.spec.qk_norm)
+def gqa(p: Phase, at: Layer) -> Iterator[Op]:
+    """Grouped-query attention between its projections."""
+    h, heads, mode = p.spec.hidden, at.heads // p.tp, split_mode(p, at.parts[0])
+    kv = at.kv_heads * (at.qk if at.keys_are_values else at.qk + at.v)
+    queries, out = at.heads * at.qk // p.tp, at.heads * at.v // p.tp
+    if at.gated_q:
+        queries, out = 2 * heads * at.qk, heads * at.v
+    yield p.gemm(at, "qkv_gemm", queries + kv, h, mode)
+    yield from dense_attention(p, at)
+    if not at.prefix:
+        yield from cp_gather(p, at)
+    if p.spec.x.use_head_wise_attn_gate:
+        yield p.gemm(at, "attn_gate_gemm", heads, h)
+        yield p.mem(at, "attn_gate", out + heads, out)
+    yield p.gemm(at, "proj_gemm", h, out, mode, low=at.quantised)
 
 
-def gqa(
-    *, low: bool = True, gather: bool = True, gated_q: bool = False, qk_norm: bool = False, mode: str | None = None
-) -> Part:
-    """Grouped-query attention between its projections.
-
-    ``gated_q``: queries carry a gate of their width; ``mode``: the part of the checkpoint whose gemm mode the
-    projections take (``split_mode``); ``gather``: list the context-parallel exchange here.
-    """
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        h, x = p.spec.hidden, p.spec.x
-        gemm = split_mode(p, mode) if mode else None
-        kv = at.kv_heads * (at.qk if at.keys_are_values else at.qk + at.v)
-        if gated_q:
-            queries, out = 2 * (at.heads // p.tp) * at.qk, (at.heads // p.tp) * at.v
-        else:
-            queries, out = at.heads * at.qk // p.tp, at.heads * at.v // p.tp
-        yield p.gemm(at, "qkv_gemm", queries + kv, h, gemm)
-        yield dense_attention(p, at, p.split, qk_norm or p.spec.qk_norm or x.use_qk_norm)
-        if gather:
-            yield from cp_gather(p, at)
-        if x.use_head_wise_attn_gate:
-            yield p.gemm(at, "attn_gate_gemm", at.heads // p.tp, h)
-            yield p.mem(at, "attn_gate", out + at.heads // p.tp, out)
-        yield p.gemm(at, "proj_gemm", h, out, gemm, low=low)
-
-    return part
-
-
-def split_mode(p: Phase, what: str) -> str:
-    """The gemm mode of one part of the model: what the checkpoint keeps apart, unless the user chose a mode."""
-    facts, modes = p.spec.quant, p.d.modes
-    if modes.gemm_explicit:
-        return modes.gemm
-    kept = {"attn": bool(facts.keep_attn), "mlp": facts.keep_mlp}
-    return "bfloat16" if kept.get(what, False) else dict(facts.split).get(what, modes.gemm)
+def gqa_if_any(p: Phase, at: Layer) -> Iterator[Op]:
+    """Norm, attention and all-reduce of a block that may have none."""
+    if at.heads:
+        yield from (p.norm(at, "add_norm_1"), *gqa(p, at), p.allreduce(at, "ar_1"))
 
 
 def cp_gather(p: Phase, at: Layer) -> Iterator[Op]:
@@ -164,8 +140,10 @@ def absorbed(p: Phase, at: Layer, name: str, bmm: str) -> Op:
 
 def expanded_kernel(p: Phase, at: Layer) -> Iterator[Op]:
     """Latent attention run by a dense kernel over expanded heads."""
-    dim = p.spec.x.v_head_dim or p.spec.head_dim
-    yield dense_attention(p, replace(at, kv_heads=p.spec.kv_heads // p.tp, qk=dim))
+    spec = p.spec
+    dim = spec.x.v_head_dim or spec.head_dim
+    layer = replace(at, heads=spec.heads, kv_heads=spec.kv_heads // p.tp, qk=dim, gated_q=False, qk_norm=False)
+    yield from dense_attention(p, layer, 1)
 
 
 def module(p: Phase, at: Layer, gemm: str, parts: Iterable[Op]) -> Op:
@@ -184,29 +162,30 @@ def module(p: Phase, at: Layer, gemm: str, parts: Iterable[Op]) -> Op:
     return Fallback(name=f"{p.tag}mla_block", primary=primary, fallback=tuple(parts))
 
 
-def mla(dense_kernel: bool) -> Part:
+def mla(p: Phase, at: Layer) -> Iterator[Op]:
     """DeepSeek attention: one module where all projections run in one mode, else operator by operator."""
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        modes = mla_modes(p)
-        parts = tuple(granular_mla(p, at, modes, dense_kernel))
-        if modes.uniform:
-            yield module(p, at, modes.q, parts)
-        else:
-            yield from parts
-        yield from cp_gather(p, at)
-
-    return part
+    modes = mla_modes(p)
+    parts = granular_mla(p, at, modes)
+    yield from [module(p, at, modes.q, parts)] if modes.uniform else parts
+    yield from cp_gather(p, at)
 
 
-def granular_mla(p: Phase, at: Layer, modes: MlaModes, dense_kernel: bool) -> Iterator[Op]:
+def granular_mla(p: Phase, at: Layer, modes: MlaModes) -> Iterator[Op]:
     h, heads = p.spec.hidden, p.spec.heads
     yield p.gemm(at, "downscale_gemm", DOWNSCALE, h, modes.down)
     yield p.gemm(at, "q_b_proj_gemm", heads * Q_HEAD // p.tp, Q_LORA, modes.q)
     if p.context:
         yield p.gemm(at, "kv_b_proj_gemm", heads * KV_HEAD // p.tp, KV_LORA, modes.kv)
-    yield from expanded_kernel(p, at) if dense_kernel else latent_kernel(p, at, kernel_heads(p), modes.bmm)
+    yield from latent_attention(p, at, kernel_heads(p), modes.bmm)
     yield p.gemm(at, "proj_gemm", h, heads * V_HEAD // p.tp, modes.o)
+
+
+def latent_attention(p: Phase, at: Layer, heads: int, bmm: str) -> Iterator[Op]:
+    yield from expanded_kernel(p, at) if expands_heads(p) else latent_kernel(p, at, heads, bmm)
+
+
+def expands_heads(p: Phase) -> bool:
+    return p.d.backend in EXPANDS_HEADS
 
 
 def overlapped_mla(p: Phase, at: Layer) -> Iterator[Op]:
@@ -251,14 +230,15 @@ def wide_downscale(p: Phase, at: Layer) -> Iterator[Op]:
     yield p.gemm(at, "downscale_gemm", DOWNSCALE, p.spec.hidden, mla_modes(p).down)
 
 
-def tp_exchange(operation: str) -> Part:
-    """Attention runs tensor-parallel between experts that do not: tokens are gathered before, scattered after it."""
+def tp_gather(p: Phase, at: Layer) -> Iterator[Op]:
+    """Attention runs tensor-parallel between experts that do not: their tokens are gathered before it."""
+    if p.context and p.tp > 1:
+        yield p.collective(at, "tp_all_gather", "all_gather", p.spec.hidden, p.tp)
 
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        if p.context and p.tp > 1:
-            yield p.collective(at, f"tp_{operation}", operation, p.spec.hidden, p.tp)
 
-    return part
+def tp_scatter(p: Phase, at: Layer) -> Iterator[Op]:
+    if p.context and p.tp > 1:
+        yield p.collective(at, "tp_reduce_scatter", "reduce_scatter", p.spec.hidden, p.tp)
 
 
 # --- sparse attention ------------------------------------------------------------------------------------------------
@@ -333,13 +313,18 @@ def dsv4(p: Phase, at: Layer) -> Iterator[Op]:
             yield attend(p, layers, Dsv4Generation, **fields, kind=kind)
 
 
-def hyper_connection(half: Literal["pre", "post"]) -> Part:
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        x, h, arch = p.spec.x, p.spec.hidden, p.spec.arch
-        shape = {"hc_mult": x.hc_mult, "hidden": h, "architecture": arch, "sinkhorn_iters": x.hc_sinkhorn_iters}
-        yield p.op(Mhc, at, f"mhc_{half}", half=half, seq_split=p.split, **shape)
+def mhc_pre(p: Phase, at: Layer) -> Iterator[Op]:
+    yield hyper_connection(p, at, "pre")
 
-    return part
+
+def mhc_post(p: Phase, at: Layer) -> Iterator[Op]:
+    yield hyper_connection(p, at, "post")
+
+
+def hyper_connection(p: Phase, at: Layer, half: Literal["pre", "post"]) -> Op:
+    x, h, arch = p.spec.x, p.spec.hidden, p.spec.arch
+    shape = {"hc_mult": x.hc_mult, "hidden": h, "architecture": arch, "sinkhorn_iters": x.hc_sinkhorn_iters}
+    return p.op(Mhc, at, f"mhc_{half}", half=half, seq_split=p.split, **shape)
 
 
 def narrow_norm(name: str) -> Part:

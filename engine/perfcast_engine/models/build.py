@@ -8,7 +8,7 @@ from functools import cached_property
 
 from perfcast_engine.models.deployment import Deployment
 from perfcast_engine.models.encoder import encoder_ops
-from perfcast_engine.models.families import Family, family_row
+from perfcast_engine.models.families import family_row, segments
 from perfcast_engine.models.kv_cache import KvCurve, kv_curve
 from perfcast_engine.models.listing import Phase
 from perfcast_engine.models.rules import check
@@ -49,15 +49,14 @@ def build(d: Deployment) -> ModelPlan:
     """The operator lists of ``d``. Raises InvalidField for the first rule of spec/05 section 4 that it breaks."""
     check(d)
     row = family_row(d.spec.family, d.backend, bool(d.comm))
-    cp = d.parallel.cp
     repeat = (d.nextn + d.spec.layers) / d.spec.layers if row.draft_in_layers and d.nextn else 1.0
-    context = Phase(d, "context_", True, split=cp if row.cp == "tokens" else 1)
-    generation = Phase(d, "generation_", False, repeat, row.decode_factor)
-    return ModelPlan(d, tuple(_ops(row, context)), tuple(_ops(row, generation)), tuple(encoder_ops(d)))
+    context = Phase(d, row, "context_", True, split=d.parallel.cp if row.cp == "tokens" else 1)
+    generation = Phase(d, row, "generation_", False, repeat)
+    return ModelPlan(d, tuple(_ops(context)), tuple(_ops(generation)), tuple(encoder_ops(d)))
 
 
-def _ops(row: Family, p: Phase) -> Iterator[Op]:
-    for segment in row.segments:
-        for layer in segment.select(p.d):
-            for part in segment.parts:
+def _ops(p: Phase) -> Iterator[Op]:
+    for select, parts in segments(p.row):
+        for layer in select(p.d):
+            for part in parts:
                 yield from part(p, layer)

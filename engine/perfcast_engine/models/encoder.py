@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from perfcast_engine.models.deployment import Deployment
 from perfcast_engine.models.layers import Layer
-from perfcast_engine.models.listing import Phase
+from perfcast_engine.models.listing import Family, Phase
 from perfcast_engine.ops.base import Op
 from perfcast_engine.ops.collective import AllReduce
 from perfcast_engine.ops.encoder import EncoderAttention
@@ -18,7 +18,7 @@ def encoder_ops(d: Deployment) -> Iterator[Op]:
     x = d.spec.x
     if not x.depth or d.language_only:
         return
-    p, ranks = Phase(d, "encoder_", True), 1 if d.encoder_dp else d.tp
+    p, ranks = Phase(d, Family(""), "encoder_", True), 1 if d.encoder_dp else d.tp
     yield from _tower(p, Layer(count=x.depth), ranks)
     yield from _projectors(p, Layer(count=x.projector_n_instances), ranks)
     if d.encoder_dp and d.tp > 1:

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from perfcast_engine.models.attention import split_mode
 from perfcast_engine.models.layers import Layer
-from perfcast_engine.models.listing import Part, Phase, mlp
+from perfcast_engine.models.listing import Phase, mlp, split_mode
 from perfcast_engine.ops.base import Op
-from perfcast_engine.ops.comm_backends import comm_backend, wire_dtype
+from perfcast_engine.ops.comm_backends import CommBackend, comm_backend, wire_dtype
 from perfcast_engine.ops.composite import Overlap
 from perfcast_engine.ops.megamoe import MegaMoe
 from perfcast_engine.ops.moe import Moe
@@ -21,44 +20,37 @@ from perfcast_engine.ops.moe_experts import MoeExperts
 GATED = ("gate_ffn1_gemm", "act_gate", "ffn2_gemm")
 DENSE = ("gate_up_gemm", "act", "down_gemm")
 SHARED = ("shared_gate_up_gemm", "shared_act_gate", "shared_ffn2_gemm")
+SHARED_DOWN = ("shared_gate_up_gemm", "shared_act_gate", "shared_down_gemm")
+ROUTER_FROM = 128  # experts; Gemma 4 and Qwen3.5 list no router below
 DISPATCH_FLAVOR = {"trtllm": "TrtllmAlltoall"}  # the others: CustomAllReduce
 BASE_DISTRIBUTION = "power_law"
 EPLB_PREFILL_ALPHA = "0.6"  # balanced experts load prefill as a flatter power law does
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How a family routes tokens to its experts.
-
-    ``alpha`` of the power law of expert loads; ``cp_in_decode``: decode dispatch is told of context-parallel ranks;
-    ``told_phase``: dispatch is told that a pass is decode, never, always, or only beside context-parallel ranks;
-    ``mode``: what the dispatch is told the experts run in, None for their mode.
-    """
-
-    alpha: str = "1.01"
-    cp_in_decode: bool = False
-    told_phase: str = "never"
-    mode: str | None = None
-
-
-def gated_mlp(names: tuple[str, str, str] = GATED, *, low: bool = True, mode: str | None = None) -> Part:
+def gated_mlp(p: Phase, at: Layer, names: tuple[str, str, str] = GATED) -> Iterator[Op]:
     """A SwiGLU FFN, both projections split over all tensor-parallel ranks at once."""
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        gemm = split_mode(p, mode) if mode else None
-        yield from mlp(p, at, names, 2 * at.ffn // p.tp, at.ffn // p.tp, gemm, low=low)
-
-    return part
+    mode = split_mode(p, at.parts[1])
+    yield from mlp(p, at, names, 2 * at.ffn // p.tp, at.ffn // p.tp, mode, low=at.quantised)
 
 
-def dense_mlp(prefix: str = "", mode: str | None = None) -> Part:
+def gated_mlp_if_any(p: Phase, at: Layer) -> Iterator[Op]:
+    """Norm, FFN and all-reduce of a block that may have none."""
+    if at.ffn:
+        yield from (p.norm(at, "add_norm_2"), *gated_mlp(p, at), p.allreduce(at, "ar_2"))
+
+
+def leading_mlp(p: Phase, at: Layer) -> Iterator[Op]:
+    yield from gated_mlp(p, at, ("gate_up_gemm", "act_gate", "down_gemm"))
+
+
+def dense_mlp(p: Phase, at: Layer) -> Iterator[Op]:
     """A SwiGLU FFN whose width is split before it is doubled."""
+    width = at.ffn // p.tp
+    yield from mlp(p, at, DENSE, 2 * width, width, split_mode(p, at.parts[1]))
 
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        gemm, width = split_mode(p, mode) if mode else None, at.ffn // p.tp
-        yield from mlp(p, replace(at, prefix=at.prefix + prefix), DENSE, 2 * width, width, gemm)
 
-    return part
+def mlp_beside_experts(p: Phase, at: Layer) -> Iterator[Op]:
+    yield from dense_mlp(p, replace(at, prefix=f"{at.prefix}shared_mlp_"))
 
 
 def relu2_mlp(p: Phase, at: Layer) -> Iterator[Op]:
@@ -66,12 +58,11 @@ def relu2_mlp(p: Phase, at: Layer) -> Iterator[Op]:
     yield from mlp(p, at, ("mlp_up_gemm", "mlp_relu2", "mlp_down_gemm"), width, width, low=False)
 
 
-def distribution(p: Phase, routing: Routing) -> str:
+def distribution(p: Phase) -> str:
     """The name of the expert load that tables are keyed by."""
-    base = p.d.distribution
+    base, alpha, balanced = p.d.distribution, p.row.alpha, p.d.eplb and bool(p.d.comm)
     if base != BASE_DISTRIBUTION:
         return base
-    alpha, balanced = routing.alpha, p.d.eplb and p.comm
     if balanced and p.d.backend == "trtllm":
         return f"{base}_{alpha}_eplb"
     return f"{base}_{EPLB_PREFILL_ALPHA if balanced and p.context else alpha}"
@@ -81,18 +72,19 @@ def router(p: Phase, at: Layer) -> Op:
     return p.gemm(at, "router_gemm", p.spec.moe.experts, p.spec.hidden, "bfloat16")
 
 
-def dispatch(p: Phase, at: Layer, routing: Routing, pre: bool, hidden: int, mode: str, **more: Any) -> Op:
-    cp = p.d.parallel.cp
-    tells = {"never": False, "always": True, "with_cp": cp > 1}[routing.told_phase]
+def dispatch(p: Phase, at: Layer, pre: bool, hidden: int, mode: str, **more: Any) -> Op:
+    row, parallel = p.row, p.d.parallel
+    tells = parallel.cp > 1 if row.tells_decode == "cp" else row.tells_decode
     fields: dict[str, Any] = {
-        "attn_cp": cp if p.context or routing.cp_in_decode else 1,
+        "attn_cp": parallel.cp if p.context or row.cp_in_decode else 1,
         "is_context": p.context or not tells,
         "flavor": DISPATCH_FLAVOR.get(p.d.backend, "CustomAllReduce"),
         "backend": p.d.backend,
-        "quant": routing.mode or mode,
+        "attn_dp": parallel.attn_dp,
+        "quant": row.dispatch_mode or mode,
     }
     name = f"{at.prefix}moe_{'pre' if pre else 'post'}_dispatch"
-    return p.op(MoeDispatch, at, name, pre=pre, **placed(p, hidden), attn_dp=p.d.parallel.attn_dp, **(fields | more))
+    return p.op(MoeDispatch, at, name, pre=pre, **placed(p, hidden), **(fields | more))
 
 
 def placed(p: Phase, hidden: int) -> dict[str, int]:
@@ -101,37 +93,24 @@ def placed(p: Phase, hidden: int) -> dict[str, int]:
     return {"hidden": hidden, "topk": moe.topk, "experts": moe.experts, "moe_tp": p.d.moe_tp, "moe_ep": p.d.moe_ep}
 
 
-def experts(p: Phase, at: Layer, routing: Routing, hidden: int, mode: str, **more: Any) -> Op:
-    return p.op(
-        Moe,
-        at,
-        f"{at.prefix}moe",
-        **placed(p, hidden),
-        inter=p.spec.moe.inter,
-        attn_dp=p.d.parallel.attn_dp,
-        quant=mode,
-        distribution=distribution(p, routing),
-        **more,
-    )
+def experts(p: Phase, at: Layer, hidden: int, mode: str, **more: Any) -> Op:
+    fields = {"inter": p.spec.moe.inter, "attn_dp": p.d.parallel.attn_dp, "distribution": distribution(p)}
+    return p.op(Moe, at, f"{at.prefix}moe", **placed(p, hidden), **fields, quant=mode, **more)
 
 
 def exchanged(
-    p: Phase, at: Layer, routing: Routing, hidden: int | None = None, mode: str | None = None, gated: bool = True
+    p: Phase, at: Layer, hidden: int | None = None, mode: str | None = None, gated: bool = True
 ) -> Iterator[Op]:
     """Experts between the two exchanges of their tokens, fused form."""
     hidden, mode = hidden or p.spec.hidden, mode or p.d.modes.moe
-    yield dispatch(p, at, routing, True, hidden, mode)
-    yield experts(p, at, routing, hidden, mode, gated=gated)
-    yield dispatch(p, at, routing, False, hidden, mode)
+    yield dispatch(p, at, True, hidden, mode)
+    yield experts(p, at, hidden, mode, gated=gated)
+    yield dispatch(p, at, False, hidden, mode)
 
 
-def routed(p: Phase, at: Layer, routing: Routing) -> Iterator[Op]:
+def routed_experts(p: Phase, at: Layer) -> Iterator[Op]:
     yield router(p, at)
-    yield from exchanged(p, at, routing)
-
-
-def fused_experts(routing: Routing) -> Part:
-    return lambda p, at: routed(p, at, routing)
+    yield from exchanged(p, at)
 
 
 def beside(p: Phase, routed_ops: Iterable[Op], shared: Iterable[Op]) -> Iterator[Op]:
@@ -143,50 +122,32 @@ def beside(p: Phase, routed_ops: Iterable[Op], shared: Iterable[Op]) -> Iterator
         yield Overlap(name=f"{p.tag}moe_overlap", a=tuple(routed_ops), b=tuple(shared))
 
 
-def with_shared(routing: Routing, *, over: str = "tp", doubled: bool = True, kept: str = "") -> Part:
-    """Routed experts and a shared one of the same width, split over the ``over`` ranks.
-
-    ``doubled``: the width is doubled before it is split; ``kept``: when the checkpoint's bfloat16 shared expert counts:
-    "always", "unless explicit" (a gemm mode was chosen) or never.
-    """
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        ranks = p.tp if over == "tp" else p.d.moe_tp
-        width = p.spec.moe.inter
-        up = 2 * width // ranks if doubled else 2 * (width // ranks)
-        shared = mlp(p, at, SHARED, up, width // ranks, shared_mode(p, kept), low=False)
-        yield from beside(p, routed(p, at, routing), shared)
-
-    return part
+def shared_expert(p: Phase, at: Layer) -> Iterator[Op]:
+    """A shared expert as wide as a routed one."""
+    ranks, width = p.tp if p.row.shared_over == "tp" else p.d.moe_tp, p.spec.moe.inter
+    yield from mlp(p, at, SHARED, 2 * width // ranks, width // ranks, shared_mode(p), low=False)
 
 
-def shared_mode(p: Phase, kept: str) -> str:
-    modes = p.d.modes
-    counts = kept == "always" or (kept == "unless explicit" and not modes.gemm_explicit)
-    return "bfloat16" if p.spec.quant.keep_shared and counts else modes.gemm
+def shared_mode(p: Phase) -> str:
+    asked, keeps = p.d.modes.gemm_explicit, p.row.keeps_shared
+    kept = p.spec.quant.keep_shared and (keeps == "always" or (keeps == "unless asked" and not asked))
+    return "bfloat16" if kept else p.d.modes.gemm
 
 
-def mega_moe_or(otherwise: Part) -> Part:
+def experts_and_shared(p: Phase, at: Layer) -> Iterator[Op]:
+    yield from beside(p, routed_experts(p, at), shared_expert(p, at))
+
+
+def mega_experts_and_shared(p: Phase, at: Layer) -> Iterator[Op]:
     """DeepSeek-V4: exchange and experts in one kernel where that backend was chosen."""
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        if p.d.moe_backend != "megamoe":
-            yield from otherwise(p, at)
-            return
-        width, dist = p.spec.moe.inter // p.tp, distribution(p, Routing())
-        mega = p.op(
-            MegaMoe,
-            at,
-            "moe",
-            **placed(p, p.spec.hidden),
-            inter=p.spec.moe.inter,
-            quant=p.d.modes.moe,
-            distribution="balanced" if dist == "uniform" else dist,
-            is_context=p.context,
-        )
-        yield from beside(p, [router(p, at), mega], mlp(p, at, SHARED, 2 * width, width, low=False))
-
-    return part
+    if p.d.moe_backend != "megamoe":
+        yield from experts_and_shared(p, at)
+        return
+    dist = distribution(p)
+    fields = {"inter": p.spec.moe.inter, "quant": p.d.modes.moe, "is_context": p.context}
+    fields["distribution"] = "balanced" if dist == "uniform" else dist
+    mega = p.op(MegaMoe, at, "moe", **placed(p, p.spec.hidden), **fields)
+    yield from beside(p, [router(p, at), mega], shared_expert(p, at))
 
 
 # --- large expert parallelism ----------------------------------------------------------------------------------------
@@ -211,46 +172,45 @@ WIDE_FORMS: Mapping[str, WideForm] = {
 }
 
 
-def wide_experts(routing: Routing, *, shared: bool = False, kept: str = "") -> Part:
-    """A MoE layer of a large-EP deployment; the fused form in a phase that has no all-to-all."""
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        form, width, h = WIDE_FORMS[p.d.backend], p.spec.moe.inter, p.spec.hidden
-        mode = shared_mode(p, kept)
-        if p.comm is None:
-            yield router(p, at)
-            if shared:
-                yield from mlp(p, at, SHARED, 2 * width // p.tp, width // p.tp, mode, low=False)
-            yield from exchanged(p, at, Routing(routing.alpha))
-            return
-        divide = form.per_rank and p.context
-        dense = mlp(
-            p,
-            at,
-            form.shared,
-            2 * width,
-            width,
-            mode,
-            low=False,
-            token_div=p.tp if divide else 1,
-            split=p.d.parallel.cp if divide else 1,
-        )
-        own = () if p.spec.family in form.routes_inside and comm_backend(p.comm).deep else (router(p, at),)
-        wide = list(all_to_all(p, at, routing))
-        if shared and form.overlaps and not p.context:
-            yield Overlap(name=f"{p.tag}moe_overlap", a=(*own, *wide), b=tuple(dense))
-        else:
-            yield from own
-            if shared:
-                yield from dense
-            yield from wide
-        if shared and form.overlaps:
-            yield p.mem(at, "moe_reduce_add", 2 * h, h, split=1)
-
-    return part
+def wide_experts(p: Phase, at: Layer) -> Iterator[Op]:
+    """Routed experts of a large-EP deployment; the fused form in a phase that has no all-to-all."""
+    if p.comm is None:
+        yield from routed_experts(_untold(p), at)
+    else:
+        yield from _own_router(p, at, comm_backend(p.comm, "moe_comm"))
+        yield from all_to_all(p, at)
 
 
-def all_to_all(p: Phase, at: Layer, routing: Routing) -> Iterator[Op]:
+def wide_experts_and_shared(p: Phase, at: Layer) -> Iterator[Op]:
+    """The same with a shared expert, which every rank holds whole."""
+    form, width, h, mode = WIDE_FORMS[p.d.backend], p.spec.moe.inter, p.spec.hidden, shared_mode(p)
+    if p.comm is None:
+        yield router(p, at)
+        yield from mlp(p, at, SHARED, 2 * width // p.tp, width // p.tp, mode, low=False)
+        yield from exchanged(_untold(p), at)
+        return
+    div, split = (p.tp, p.d.parallel.cp) if form.per_rank and p.context else (1, 1)
+    shared = mlp(p, at, form.shared, 2 * width, width, mode, low=False, token_div=div, split=split)
+    own, wide = _own_router(p, at, comm_backend(p.comm, "moe_comm")), all_to_all(p, at)
+    if form.overlaps and not p.context:
+        yield Overlap(name=f"{p.tag}moe_overlap", a=(*own, *wide), b=tuple(shared))
+    else:
+        yield from (*own, *shared, *wide)
+    if form.overlaps:
+        yield p.mem(at, "moe_reduce_add", 2 * h, h, split=1)
+
+
+def _untold(p: Phase) -> Phase:
+    """Beside a phase that has an all-to-all, the dispatch of the other is told nothing about decode."""
+    return replace(p, row=replace(p.row, cp_in_decode=False, tells_decode=False))
+
+
+def _own_router(p: Phase, at: Layer, backend: CommBackend) -> Iterator[Op]:
+    if not (backend.deep and p.spec.family in WIDE_FORMS[p.d.backend].routes_inside):
+        yield router(p, at)
+
+
+def all_to_all(p: Phase, at: Layer) -> Iterator[Op]:
     """The steps of the exchange, the experts before the last of them."""
     assert p.comm is not None
     moe, d, backend = p.spec.moe, p.d, comm_backend(p.comm, "moe_comm")
@@ -264,7 +224,7 @@ def all_to_all(p: Phase, at: Layer, routing: Routing) -> Iterator[Op]:
                 **spread,
                 inter=moe.inter,
                 quant=d.modes.moe,
-                distribution=distribution(p, routing),
+                distribution=distribution(p),
                 attn_dp=d.parallel.attn_dp,
                 phase=p.name,
                 slots=d.slots or moe.experts,
@@ -287,56 +247,38 @@ def all_to_all(p: Phase, at: Layer, routing: Routing) -> Iterator[Op]:
 # --- families with expert layers of their own ------------------------------------------------------------------------
 
 
-def gemma_experts(routing: Routing) -> Part:
+def experts_if_any(p: Phase, at: Layer) -> Iterator[Op]:
     """Routed experts beside the dense FFN of Gemma 4; the small variants have no router."""
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        if not p.spec.moe.experts:
-            return
-        if p.spec.moe.experts >= ROUTER_FROM:
-            yield router(p, at)
+    if p.spec.moe.experts >= ROUTER_FROM:
+        yield router(p, at)
+    if p.spec.moe.experts:
         kept = p.spec.quant.keep_mlp and not p.d.modes.gemm_explicit
-        mode = "bfloat16" if kept else p.d.modes.moe
-        yield from exchanged(p, at, routing, mode=mode)
-
-    return part
+        yield from exchanged(p, at, mode="bfloat16" if kept else p.d.modes.moe)
 
 
-ROUTER_FROM = 128  # experts
-
-
-def latent_relu2_experts(routing: Routing) -> Part:
+def latent_relu2_experts(p: Phase, at: Layer) -> Iterator[Op]:
     """Nemotron-H: a shared expert, and routed ones in a narrower space where the checkpoint has one."""
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        x, h = p.spec.x, p.spec.hidden
-        width, latent = x.moe_shared_expert_intermediate_size // p.tp, x.moe_latent_size
-        yield from mlp(p, at, ("shared_up_gemm", "shared_relu2", "shared_down_gemm"), width, width)
-        yield router(p, at)
-        if latent:
-            yield p.gemm(at, "fc1_latent_proj_gemm", latent // p.tp, h)
-        yield from exchanged(p, at, routing, hidden=latent or h, gated=False)
-        if latent:
-            yield p.gemm(at, "fc2_latent_proj_gemm", h, latent // p.tp, low=True)
-
-    return part
+    x, h = p.spec.x, p.spec.hidden
+    width, latent = x.moe_shared_expert_intermediate_size // p.tp, x.moe_latent_size
+    yield from mlp(p, at, ("shared_up_gemm", "shared_relu2", "shared_down_gemm"), width, width)
+    yield router(p, at)
+    if latent:
+        yield p.gemm(at, "fc1_latent_proj_gemm", latent // p.tp, h)
+    yield from exchanged(p, at, hidden=latent or h, gated=False)
+    if latent:
+        yield p.gemm(at, "fc2_latent_proj_gemm", h, latent // p.tp, low=True)
 
 
-def latent_experts(routing: Routing) -> Part:
+def latent_experts(p: Phase, at: Layer) -> Iterator[Op]:
     """Kimi K3: routed experts in a narrower space, shared ones in the full space, all in bfloat16 but the experts."""
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        x, h = p.spec.x, p.spec.hidden
-        latent, width = x.routed_expert_hidden_size or h, x.num_shared_experts * p.spec.moe.inter
-        yield router(p, at)
-        yield p.gemm(at, "latent_down_gemm", latent, h, "bfloat16")
-        yield p.mem(at, "latent_norm", 2 * latent, 2 * latent)
-        yield from exchanged(p, at, routing, hidden=latent)
-        yield p.gemm(at, "latent_up_gemm", h, latent, "bfloat16")
-        names = ("shared_gate_up_gemm", "shared_act_gate", "shared_down_gemm")
-        yield from mlp(p, at, names, 2 * width // p.tp, width // p.tp, "bfloat16", low=False)
-
-    return part
+    x, h = p.spec.x, p.spec.hidden
+    latent, width = x.routed_expert_hidden_size or h, x.num_shared_experts * p.spec.moe.inter
+    yield router(p, at)
+    yield p.gemm(at, "latent_down_gemm", latent, h, "bfloat16")
+    yield p.mem(at, "latent_norm", 2 * latent, 2 * latent)
+    yield from exchanged(p, at, hidden=latent)
+    yield p.gemm(at, "latent_up_gemm", h, latent, "bfloat16")
+    yield from mlp(p, at, SHARED_DOWN, 2 * width // p.tp, width // p.tp, "bfloat16", low=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,9 +303,9 @@ GATED_SHARED_FORMS: Mapping[str, GatedSharedForm] = {
 }
 
 
-def gated_shared_experts(p: Phase, at: Layer, routing: Routing) -> Iterator[Op]:
+def gated_shared_experts(p: Phase, at: Layer) -> Iterator[Op]:
     """Experts and a gated shared expert in the framework's order."""
-    pieces = _gated_shared_pieces(p, at, routing)
+    pieces = _gated_shared_pieces(p, at)
 
     def listed(letters: str) -> tuple[Op, ...]:
         return tuple(op for letter in letters for op in pieces[letter])
@@ -378,47 +320,38 @@ def gated_shared_experts(p: Phase, at: Layer, routing: Routing) -> Iterator[Op]:
     yield from listed(after)
 
 
-def _gated_shared_pieces(p: Phase, at: Layer, routing: Routing) -> dict[str, list[Op]]:
+def _gated_shared_pieces(p: Phase, at: Layer) -> dict[str, list[Op]]:
     d, h, width, mode = p.d, p.spec.hidden, p.spec.x.shared_expert_inter_size, p.d.modes.moe
     form = GATED_SHARED_FORMS[d.backend]
     exchange: dict[str, Any] = {"sms": 20, "attn_ar_modeled": True, "is_context": p.context, "attn_cp": 1}
     local = form.folds and d.parallel.attn_dp == 1
-    names = ("shared_gate_up_gemm", "shared_act_gate", "shared_down_gemm")
-    shared = list(mlp(p, at, names, 2 * width // p.tp, width // p.tp, split_mode(p, "shared")))
+    shared = list(mlp(p, at, SHARED_DOWN, 2 * width // p.tp, width // p.tp, split_mode(p, "shared")))
     if not form.fuses_gate:
         gate = p.gemm(at, "shared_expert_gate_gemm", 1, h, "bfloat16", below_grid_sol=True)
         shared = [gate, *shared, p.mem(at, "shared_expert_gate_mul", h, h)]
-    pre = dispatch(p, at, routing, True, h, mode, token_div=p.tp if p.context else 1, **exchange)
+    pre = dispatch(p, at, True, h, mode, token_div=p.tp if p.context else 1, **exchange)
     return {
         "R": [router(p, at)] if p.spec.moe.experts >= ROUTER_FROM else [],
         "D": [] if local else [pre],
-        "X": [experts(p, at, routing, h, mode, is_context=p.context, moe_backend=d.moe_backend)],
-        "P": [dispatch(p, at, routing, False, h, mode, **exchange)],
+        "X": [experts(p, at, h, mode, is_context=p.context, moe_backend=d.moe_backend)],
+        "P": [dispatch(p, at, False, h, mode, **exchange)],
         "S": shared if width else [],
         "M": [p.mem(at, "shared_merge", (3 if form.fuses_gate else 2) * h, h)] if width else [],
     }
 
 
-def qwen_ffn(prefix: str, routing: Routing) -> Part:
-    """Norm and FFN of a Qwen3.5 layer, dense or of experts."""
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        at = replace(at, prefix=prefix)
-        yield p.norm(at, "ffn_norm")
-        if p.spec.moe.experts:
-            yield from gated_shared_experts(p, at, routing)
-            return
-        yield from mlp(p, at, GATED, 2 * at.ffn // p.tp, at.ffn // p.tp, split_mode(p, "dense_ffn"))
-        yield p.allreduce(at, "ffn_ar")
-
-    return part
+def gdn_ffn(p: Phase, at: Layer) -> Iterator[Op]:
+    yield from _prefixed_ffn(p, replace(at, prefix="gdn_"))
 
 
-def folded_allreduce(name: str) -> Part:
-    """The all-reduce behind attention, unless the dispatch carries it."""
+def full_ffn(p: Phase, at: Layer) -> Iterator[Op]:
+    yield from _prefixed_ffn(p, replace(at, prefix="full_"))
 
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        if not (GATED_SHARED_FORMS[p.d.backend].folds and p.d.parallel.attn_dp > 1 and p.spec.moe.experts):
-            yield p.allreduce(at, name)
 
-    return part
+def _prefixed_ffn(p: Phase, at: Layer) -> Iterator[Op]:
+    """The all-reduce behind attention unless the dispatch carries it, norm and FFN of a Qwen3.5 layer."""
+    sparse = p.spec.moe.experts > 0
+    if not (GATED_SHARED_FORMS[p.d.backend].folds and p.d.parallel.attn_dp > 1 and sparse):
+        yield p.allreduce(at, "ar")
+    yield p.norm(at, "ffn_norm")
+    yield from gated_shared_experts(p, at) if sparse else (*gated_mlp(p, at), p.allreduce(at, "ffn_ar"))

@@ -11,14 +11,7 @@ import numpy as np
 from perfcast_engine import quant
 from perfcast_engine.answer import F64
 from perfcast_engine.models.deployment import Deployment
-from perfcast_engine.models.layers import (
-    ALTERNATING_WINDOW,
-    Layer,
-    gemma_attention,
-    hybrid_attention,
-    nas_blocks,
-    of_kind,
-)
+from perfcast_engine.models.layers import ALTERNATING_WINDOW, Layer, full, gemma_attention, hybrid_attention, nas_blocks
 from perfcast_engine.profiles import KV_ON_EVERY_STAGE, NAS_WITHOUT_KV, STATE_LAYERS_HOLD_KV, WINDOWS_HOLD_ALL_KV
 
 SSM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -167,7 +160,7 @@ def _delta_net(d: Deployment, each: float) -> KvCurve:
     state = (values // tp) * x.linear_key_head_dim * x.linear_value_head_dim * SSM_BYTES[x.ssm_dtype or "float32"]
     channels = (2 * keys * x.linear_key_head_dim + values * x.linear_value_head_dim) // tp
     constant = d.spec.count("L") * (state + channels * (x.linear_conv_kernel_dim - 1) * 2.0)
-    curve = _of_layers(of_kind("F")(d), each)
+    curve = _of_layers(full(d), each)
     return replace(curve, constant=constant)
 
 

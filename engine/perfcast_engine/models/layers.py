@@ -34,6 +34,10 @@ class Layer:
     ffn: int = 0
     kernel_dim: int = 0  # head width that the attention kernel is asked for, where it is not qk
     keys_are_values: bool = False
+    gated_q: bool = False  # queries carry a gate of their width
+    qk_norm: bool = False
+    quantised: bool = True  # whether the inputs of the output projections arrive quantised
+    parts: tuple[str, str] = ("", "")  # of attention and FFN, whose gemm modes a checkpoint may keep apart
     attention_share: float = 1.0  # of the layers whose attention this describes; their other parts are all of them
     repeated: bool = True  # false for what a pass does once
 
@@ -51,10 +55,11 @@ def both_sublayers(d: Deployment) -> list[Layer]:
     return [Layer(count=2 * d.spec.layers)]
 
 
-def dense_layer(d: Deployment, count: float) -> Layer:
+def dense_layer(d: Deployment, count: int) -> Layer:
     """``count`` layers of the widths that the top of the configuration states."""
-    spec = d.spec
-    return Layer(count=count, heads=spec.heads, kv_heads=d.kv_heads, qk=spec.head_dim, v=spec.head_dim, ffn=spec.inter)
+    spec, dim = d.spec, d.spec.head_dim
+    layer = Layer(count=count, heads=spec.heads, kv_heads=d.kv_heads, qk=dim, v=dim)
+    return replace(layer, ffn=spec.inter, qk_norm=spec.qk_norm)
 
 
 def whole(d: Deployment) -> list[Layer]:
@@ -83,14 +88,16 @@ def counted(d: Deployment) -> Counter[str]:
     return counts
 
 
-def of_kind(letter: str) -> Layers:
-    """The layers of one letter of the pattern, with the widths that the top of the configuration states."""
+def linear(d: Deployment) -> list[Layer]:
+    n = counted(d)["L"]
+    return [replace(dense_layer(d, n), parts=("projection", "dense_ffn"))] if n else []
 
-    def select(d: Deployment) -> list[Layer]:
-        n = counted(d)[letter]
-        return [dense_layer(d, n)] if n else []
 
-    return select
+def full(d: Deployment) -> list[Layer]:
+    """Full-attention layers beside linear ones; their queries are gated."""
+    n = counted(d)["F"]
+    layer = replace(dense_layer(d, n), gated_q=True, qk_norm=True, parts=("projection", "dense_ffn"))
+    return [layer] if n else []
 
 
 def of_block(letter: str) -> Layers:
@@ -114,6 +121,7 @@ def global_and_sliding(d: Deployment) -> tuple[Layer, Layer]:
         qk=spec.head_dim,
         v=x.global_v_head_dim or spec.head_dim,
         ffn=ffn,
+        qk_norm=x.use_qk_norm,
     )
     sliding = Layer(
         prefix="swa_",
@@ -123,6 +131,7 @@ def global_and_sliding(d: Deployment) -> tuple[Layer, Layer]:
         v=x.swa_v_head_dim or spec.head_dim,
         window=x.sliding_window_size,
         ffn=ffn,
+        qk_norm=x.use_qk_norm,
     )
     return own, sliding
 
@@ -172,6 +181,7 @@ def gemma(letter: str) -> Layers:
             window=x.sliding_window_size if letter == "S" else 0,
             ffn=d.spec.inter,
             keys_are_values=letter == "F" and x.attention_k_eq_v,
+            parts=("attn", "mlp"),
         )
         return [layer] if n else []
 
@@ -185,7 +195,7 @@ def gemma_attention(d: Deployment) -> list[Layer]:
 def leading_dense(d: Deployment) -> list[Layer]:
     """The first layers of Kimi K3, whose FFN is dense."""
     n = d.spec.x.first_k_dense_replace
-    return [Layer(count=n, ffn=d.spec.x.dense_inter_size)] if n else []
+    return [Layer(count=n, prefix="dense_", ffn=d.spec.x.dense_inter_size)] if n else []
 
 
 def after_dense(d: Deployment) -> list[Layer]:
@@ -206,6 +216,7 @@ def nas_blocks(d: Deployment) -> list[Layer]:
                 qk=spec.head_dim,
                 v=spec.head_dim,
                 kernel_dim=NAS_HEAD_DIM,
+                quantised=False,
                 ffn=-(-width // NAS_ROUNDING) * NAS_ROUNDING,
             )
         )

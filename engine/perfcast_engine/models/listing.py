@@ -4,33 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from perfcast_engine.models.deployment import Deployment
-from perfcast_engine.models.layers import Layer, Layers
+from perfcast_engine.models.layers import Layer
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.ops.base import Op, Role
 from perfcast_engine.ops.collective import P2P, AllReduce, Nccl
 from perfcast_engine.ops.gemm import Gemm
 from perfcast_engine.ops.memory_bound import Elementwise, Embedding
-from perfcast_engine.profiles import Switch
+from perfcast_engine.profiles import MOE_PREFILL_SKIPS_HEAD, WIDE_SKIPS_HEAD
 
 OpT = TypeVar("OpT", bound=Op)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row of ``families.ROWS``: its lists as text, and what its parts do differently.
+
+    ``lists``: segments "layers: part part ...", joined by semicolons. ``cp``: what context-parallel ranks share in
+    prefill, all token-wise operators ("tokens") or what says so itself ("own"); None where the family cannot.
+    ``draft_in_layers``: speculative decoding is priced as a share of the layers; ``decode_factor``: on decode layers.
+    Experts: ``alpha`` of the power law of their loads; ``cp_in_decode``: decode dispatch is told of context-parallel
+    ranks; ``tells_decode``: dispatch is told that a pass is decode ("cp": beside context-parallel ranks only);
+    ``dispatch_mode``: what it is told the experts run in, None for their mode. Shared expert: ``shared_over``: ranks
+    that it is split over; ``keeps_shared``: whether a bfloat16 one stays so, always or unless a gemm mode is asked for.
+    """
+
+    lists: str
+    cp: Literal["tokens", "own"] | None = None
+    draft_in_layers: bool = True
+    decode_factor: float = 1.0
+    alpha: str = "1.01"
+    cp_in_decode: bool = False
+    tells_decode: bool | Literal["cp"] = False
+    dispatch_mode: str | None = None
+    shared_over: Literal["tp", "moe_tp"] = "tp"
+    keeps_shared: Literal["never", "unless asked", "always"] = "never"
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
     """One phase of one deployment while its operators are listed.
 
-    ``repeat``: instances of everything, above one with speculative decoding; ``per_layer``: of what layers repeat, on
-    top; ``split``: context-parallel ranks that share the tokens of token-wise operators; ``tag`` starts every name.
+    ``repeat``: instances of everything, above one with speculative decoding; ``split``: context-parallel ranks that
+    share the tokens of token-wise operators; ``tag`` starts every name.
     """
 
     d: Deployment
+    row: Family
     tag: str
     context: bool
     repeat: float = 1.0
-    per_layer: float = 1.0
     split: int = 1
 
     @property
@@ -51,7 +76,8 @@ class Phase:
         return self.d.comm.context if self.context else self.d.comm.generation
 
     def scale(self, at: Layer) -> float:
-        return at.count * self.repeat * (self.per_layer if at.repeated else 1.0)
+        slower = at.repeated and not self.context
+        return at.count * self.repeat * (self.row.decode_factor if slower else 1.0)
 
     def op(self, kind: type[OpT], at: Layer, name: str, /, **fields: Any) -> OpT:
         """An operator named after the phase, once for each of the layers."""
@@ -112,14 +138,6 @@ class Phase:
 Part = Callable[[Phase, Layer], Iterable[Op]]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The parts, in order, of the layers that ``select`` finds in a model."""
-
-    select: Layers
-    parts: tuple[Part, ...]
-
-
 def norm(name: str) -> Part:
     return lambda p, at: [p.norm(at, name)]
 
@@ -128,41 +146,50 @@ def allreduce(name: str) -> Part:
     return lambda p, at: [p.allreduce(at, name)]
 
 
-def embedding(sharded: bool) -> Part:
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        rows = p.spec.vocab // p.tp if sharded else p.spec.vocab
-        yield Embedding(name=f"{p.tag}embedding", scale=p.scale(at), rows=rows, dim=p.spec.hidden, seq_split=p.split)
+def embedding(p: Phase, at: Layer) -> Iterator[Op]:
+    yield p.op(Embedding, at, "embedding", rows=p.spec.vocab, dim=p.spec.hidden, seq_split=p.split)
 
-    return part
+
+def sharded_embedding(p: Phase, at: Layer) -> Iterator[Op]:
+    yield p.op(Embedding, at, "embedding", rows=p.spec.vocab // p.tp, dim=p.spec.hidden, seq_split=p.split)
 
 
 def logits(p: Phase, at: Layer) -> Iterator[Op]:
     yield p.gemm(at, "logits_gemm", p.spec.vocab // p.tp, p.spec.hidden, "bfloat16", role=Role.LOGITS)
 
 
-def unless_forgotten(switch: Switch[bool], *parts: Part, in_decode: bool) -> Part:
-    """Parts that the reference forgets to list, in prefill or (``in_decode``) in both phases."""
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        if not p.d.profile[switch] or not (p.context or in_decode):
-            for listed in parts:
-                yield from listed(p, at)
-
-    return part
+def decode_logits(p: Phase, at: Layer) -> Iterator[Op]:
+    """The LM head, which the reference lists in decode only."""
+    if not p.context or not p.d.profile[MOE_PREFILL_SKIPS_HEAD]:
+        yield from logits(p, at)
 
 
-def where(holds: Callable[[Layer], bool], *parts: Part) -> Part:
-    """Parts of those layers for which ``holds`` is true."""
-    return lambda p, at: [op for part in parts if holds(at) for op in part(p, at)]
+def forgotten_logits(p: Phase, at: Layer) -> Iterator[Op]:
+    """The LM head, which the reference does not list."""
+    if not p.d.profile[WIDE_SKIPS_HEAD]:
+        yield from logits(p, at)
 
 
-def p2p(split: bool) -> Part:
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        pp = p.d.parallel.pp
-        stages = replace(at, count=(pp - 1) * at.count)
-        yield p.op(P2P, stages, "p2p", hidden=p.spec.hidden, pp=pp, seq_split=p.split if split else 1)
+def p2p(p: Phase, at: Layer) -> Iterator[Op]:
+    yield _p2p(p, at, 1)
 
-    return part
+
+def split_p2p(p: Phase, at: Layer) -> Iterator[Op]:
+    yield _p2p(p, at, p.split)
+
+
+def _p2p(p: Phase, at: Layer, split: int) -> Op:
+    pp = p.d.parallel.pp
+    return p.op(P2P, replace(at, count=(pp - 1) * at.count), "p2p", hidden=p.spec.hidden, pp=pp, seq_split=split)
+
+
+def split_mode(p: Phase, what: str) -> str:
+    """The gemm mode of one part of the model: what the checkpoint keeps apart, unless the user chose a mode."""
+    facts, modes = p.spec.quant, p.d.modes
+    if modes.gemm_explicit:
+        return modes.gemm
+    kept = {"attn": bool(facts.keep_attn), "mlp": facts.keep_mlp}
+    return "bfloat16" if kept.get(what, False) else dict(facts.split).get(what, modes.gemm)
 
 
 def mlp(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from perfcast_engine.models.attention import DOWNSCALE, expanded_kernel, latent_kernel, module, split_mode
+from perfcast_engine.models.attention import DOWNSCALE, expands_heads, latent_attention, module
 from perfcast_engine.models.layers import Layer
-from perfcast_engine.models.listing import Part, Phase, embedding, logits, mlp
+from perfcast_engine.models.listing import Phase, logits, mlp, sharded_embedding, split_mode
 from perfcast_engine.ops.attention import GenerationAttention
 from perfcast_engine.ops.base import Op, Role
 from perfcast_engine.ops.gdn import Gdn
@@ -66,7 +66,7 @@ def mamba2(p: Phase, at: Layer) -> Iterator[Op]:
 def delta_net(p: Phase, at: Layer) -> Iterator[Op]:
     x, h = p.spec.x, p.spec.hidden
     keys, values = x.linear_num_key_heads, x.linear_num_value_heads
-    value_width, gemm = values * x.linear_value_head_dim, split_mode(p, "projection")
+    value_width, gemm = values * x.linear_value_head_dim, split_mode(p, at.parts[0])
     yield p.gemm(at, "gdn_in_proj_gemm", (2 * keys * x.linear_key_head_dim + 2 * value_width) // p.tp, h, gemm)
     yield p.gemm(at, "gdn_in_proj_ba_gemm", 2 * values // p.tp, h, gemm, below_grid_sol=True)
     for name, kernel in GDN_KERNELS[p.name]:
@@ -116,31 +116,23 @@ def kda(p: Phase, at: Layer) -> Iterator[Op]:
     yield p.gemm(at, "kda_o_gemm", h, width, low=True)
 
 
-def gated_mla(dense_kernel: bool) -> Part:
+def gated_mla(p: Phase, at: Layer) -> Iterator[Op]:
     """Latent attention of Kimi K3, its output gated; one module where the kernel is a dense one."""
-
-    def part(p: Phase, at: Layer) -> Iterator[Op]:
-        x, h, heads = p.spec.x, p.spec.hidden, p.spec.heads
-        out = heads * x.v_head_dim // p.tp
-        yield p.gemm(at, "mla_downscale_gemm", x.q_lora_rank + x.kv_lora_rank + x.qk_rope_head_dim, h)
-        parts = gated_mla_parts(p, at, out, dense_kernel)
-        if dense_kernel:
-            yield module(p, at, p.d.modes.gemm, parts)
-        else:
-            yield from parts
-        yield p.gemm(at, "mla_gate_gemm", out, h)
-        yield p.mem(at, "mla_gate_mul", 2 * out, out)
-
-    return part
+    x, h = p.spec.x, p.spec.hidden
+    out = p.spec.heads * x.v_head_dim // p.tp
+    yield p.gemm(at, "mla_downscale_gemm", x.q_lora_rank + x.kv_lora_rank + x.qk_rope_head_dim, h)
+    parts = gated_mla_parts(p, at, out)
+    yield from [module(p, at, p.d.modes.gemm, parts)] if expands_heads(p) else parts
+    yield p.gemm(at, "mla_gate_gemm", out, h)
+    yield p.mem(at, "mla_gate_mul", 2 * out, out)
 
 
-def gated_mla_parts(p: Phase, at: Layer, out: int, dense_kernel: bool) -> Iterator[Op]:
+def gated_mla_parts(p: Phase, at: Layer, out: int) -> Iterator[Op]:
     x, heads = p.spec.x, p.spec.heads
     yield p.gemm(at, "mla_q_b_gemm", heads * (x.qk_nope_head_dim + x.qk_rope_head_dim) // p.tp, x.q_lora_rank)
     if p.context:
         yield p.gemm(at, "mla_kv_b_gemm", heads * (x.qk_nope_head_dim + x.v_head_dim) // p.tp, x.kv_lora_rank)
-    bmm = "bfloat16" if p.d.modes.gemm == "bfloat16" else "fp8"
-    yield from expanded_kernel(p, at) if dense_kernel else latent_kernel(p, at, heads // p.tp, bmm)
+    yield from latent_attention(p, at, heads // p.tp, "bfloat16" if p.d.modes.gemm == "bfloat16" else "fp8")
     yield p.gemm(at, "mla_o_gemm", p.spec.hidden, out, low=True)
 
 
@@ -151,31 +143,27 @@ def attention_residual(p: Phase, at: Layer) -> Iterator[Op]:
         yield p.mem(replace(at, count=2 * at.count), "attn_res", 4 * h, 2 * h)
 
 
-def draft_model(expanded: bool) -> Part:
+def draft_model(verifier: Phase, at: Layer) -> Iterator[Op]:
     """The separately trained draft model of Kimi K3: drafts nextn of every nextn + 1 tokens of a decode pass."""
-
-    def part(verifier: Phase, at: Layer) -> Iterator[Op]:
-        n, h, tp = verifier.d.nextn, verifier.spec.hidden, verifier.tp
-        if verifier.context or not n:
-            return
-        p = replace(verifier, tag="draft_")
-        every, once = n / (n + 1), 1 / (n + 1)
-        model, layers, twice = (Layer(count=c * every) for c in (1, DRAFT_LAYERS, 2 * DRAFT_LAYERS))
-        yield from embedding(sharded=True)(p, model)
-        yield p.norm(twice, "norm")
-        if expanded:
-            yield p.gemm(layers, "downscale_gemm", DOWNSCALE, h)
-            yield p.gemm(layers, "q_b_gemm", DRAFT_HEADS * 192 // tp, 1536)
-            kv_heads, dim, kv_width = DRAFT_HEADS // tp, 128, 576
-        else:
-            yield p.gemm(layers, "qkv_gemm", (DRAFT_HEADS * 64 + 2 * 16 * 64) // tp, h)
-            kv_heads, dim, kv_width = max(1, 16 // tp), 64, 2048 // tp
-        shape = {"heads": DRAFT_HEADS // tp, "kv_heads": kv_heads, "head_dim": dim}
-        yield p.op(GenerationAttention, layers, "attention", role=Role.OTHER, kv_quant=p.d.modes.kv, **shape)
-        yield p.gemm(layers, "proj_gemm", h, DRAFT_HEADS * dim // tp, low=True)
-        yield from mlp(p, layers, ("gate_up_gemm", "act_gate", "down_gemm"), 2 * DRAFT_FFN // tp, DRAFT_FFN // tp)
-        yield p.allreduce(twice, "ar")
-        yield p.gemm(Layer(count=DRAFT_LAYERS * once), "kv_proj_gemm", kv_width, h)
-        yield from logits(p, Layer(count=once))
-
-    return part
+    n, h, tp = verifier.d.nextn, verifier.spec.hidden, verifier.tp
+    if verifier.context or not n:
+        return
+    p = replace(verifier, tag="draft_")
+    every, once = n / (n + 1), 1 / (n + 1)
+    model, layers, twice = (Layer(count=c * every) for c in (1, DRAFT_LAYERS, 2 * DRAFT_LAYERS))
+    yield from sharded_embedding(p, model)
+    yield p.norm(twice, "norm")
+    if expands_heads(p):
+        yield p.gemm(layers, "downscale_gemm", DOWNSCALE, h)
+        yield p.gemm(layers, "q_b_gemm", DRAFT_HEADS * 192 // tp, 1536)
+        kv_heads, dim, kv_width = DRAFT_HEADS // tp, 128, 576
+    else:
+        yield p.gemm(layers, "qkv_gemm", (DRAFT_HEADS * 64 + 2 * 16 * 64) // tp, h)
+        kv_heads, dim, kv_width = max(1, 16 // tp), 64, 2048 // tp
+    shape = {"heads": DRAFT_HEADS // tp, "kv_heads": kv_heads, "head_dim": dim}
+    yield p.op(GenerationAttention, layers, "attention", role=Role.OTHER, kv_quant=p.d.modes.kv, **shape)
+    yield p.gemm(layers, "proj_gemm", h, DRAFT_HEADS * dim // tp, low=True)
+    yield from mlp(p, layers, ("gate_up_gemm", "act_gate", "down_gemm"), 2 * DRAFT_FFN // tp, DRAFT_FFN // tp)
+    yield p.allreduce(twice, "ar")
+    yield p.gemm(Layer(count=DRAFT_LAYERS * once), "kv_proj_gemm", kv_width, h)
+    yield from logits(p, Layer(count=once))
