@@ -39,9 +39,10 @@ class Form(NamedTuple):
     def fit(self, values: Reals) -> tuple[Reals, NDArray[np.bool_]]:
         """The whole number of each value, and for which values this form is exact."""
         x = values
-        for divisor in reversed(self.divisors):
-            x = x * divisor
-        whole = np.round(x * self.scale)
+        with np.errstate(over="ignore"):
+            for divisor in reversed(self.divisors):
+                x = x * divisor
+            whole = np.round(x * self.scale) + 0.0  # no negative zero
         usable = (whole >= 0) & (whole < 2.0**32)
         whole = np.where(usable, whole, 0.0)
         return whole, usable & (self.value(whole).view(np.int64) == values.view(np.int64))
