@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+from perfcast_engine.ops.fpm_table import FpmForward
 from perfcast_engine.planner.native import best_available, from_native
 from perfcast_engine.planner.pass_model import LearningOptions, PassModel
 from perfcast_engine.planner.telemetry import Iteration, iteration_of
+from perfcast_engine.tables.passes import PassTable
+from perfcast_engine.whole_pass import WholePass
+from perfcast_systems.passes import IDENTITY
 
-from tests.parity.check import NotSupported, relative_error
 from tests.parity.check import differences as plain_differences
+from tests.parity.check import relative_error
+from tests.parity.op_json import database_of
+from tests.parity.op_json import decode as decode_op
 from tests.parity.steps import predictor
 
 OPTIONS = frozenset(LearningOptions.__dataclass_fields__)
@@ -86,4 +93,32 @@ def refused(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def pass_table(case: dict[str, Any]) -> dict[str, Any]:
-    raise NotSupported("whole-pass tables")
+    identity = dict(zip(IDENTITY, ("model", *case["identity"]), strict=True))
+    rows = dict(zip(case["row_columns"], zip(*case["rows"], strict=True), strict=True))
+    n = len(case["rows"])
+    columns = {name: [value] * n for name, value in {**identity, "cell_id": "0"}.items()} | {
+        "workload_kind": rows["phase"],
+        "batch_size": rows["batch"],
+        "total_prefill_tokens": rows["total_prefill"],
+        "total_kv_read_tokens": rows["total_kv"],
+        "latency_ms": rows["latency_ms"],
+        "kv_seed_regime": rows["kv_seed_regime"],
+    }
+    table = PassTable.of(columns, identity)
+    prefill, decode = (
+        FpmForward(
+            name=phase, phase=phase, table=table, ops=tuple(decode_op(op) for op in case[f"{phase}_roofline_ops"])
+        )
+        for phase in ("prefill", "decode")
+    )
+    passes = WholePass(prefill, decode, database_of({**case, "mode": "SILICON"}))
+    fields = ("num_prefill_requests", "sum_prefill_tokens", "sum_prefill_kv_tokens", "num_decode_requests")
+    queries = [[q["scheduled"].get(field, 0) for field in (*fields, "sum_decode_kv_tokens")] for q in case["queries"]]
+    answer = passes.totals(*np.array(queries, np.float64).T)
+    gone = answer.missing()
+    return {
+        "queries": [
+            {"error": "PerfDataNotAvailableError"} if missing else {"ms": float(ms)}
+            for ms, missing in zip(answer.ms, gone, strict=True)
+        ]
+    }

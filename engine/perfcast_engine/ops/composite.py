@@ -50,7 +50,7 @@ class Fallback(Op):
 
     def price(self, db: Database, at: Points) -> Answer:
         # measured parts win over an estimated whole
-        whole = db.silicon() if db.mode is Mode.HYBRID else db
+        whole = db.in_mode(Mode.SILICON) if db.mode is Mode.HYBRID else db
         return or_else(
             lambda p: self.primary.evaluate(whole, p), lambda p: _sum(self.fallback, db, p), at, PerfDataMissing
         )

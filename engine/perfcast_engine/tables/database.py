@@ -82,11 +82,11 @@ class Database:
             self._kept[key] = build()
         return cast(T, self._kept[key])
 
-    def silicon(self) -> Database:
-        """This database answered in SILICON mode (fallback groups under HYBRID ask it); itself if it is one."""
-        if self.mode is Mode.SILICON:
+    def in_mode(self, mode: Mode) -> Database:
+        """This database answered in another mode; itself if it is in that one."""
+        if self.mode is mode:
             return self
         return self.kept(
-            "silicon",
-            lambda: Database(self.system, self.backend, self.version, self.source, Mode.SILICON, self.policy),
+            ("mode", mode),
+            lambda: Database(self.system, self.backend, self.version, self.source, mode, self.policy),
         )
