@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from perfcast_engine.answer import Answer, Points, Source, total
+from perfcast_engine.answer import F64, Answer, Points, Source, total
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
-from perfcast_engine.ops.base import Op, require
+from perfcast_engine.ops.base import Op, by_mode, estimated, find_slice, measured, require, slice_of
 from perfcast_engine.ops.collective import AllReduce, Nccl
 from perfcast_engine.quant import MOE, mode
 from perfcast_engine.system import SystemSpec
@@ -17,6 +17,9 @@ from perfcast_engine.tables.database import Database
 
 TRTLLM_FLAVOR, RETIRED_FLAVOR = "TrtllmAlltoall", "RetiredDeepEp"
 PACKED = {"nvfp4": 0.25 + 0.03125, "fp8": 0.5, "fp8_block": 0.5}  # size on the wire relative to half precision
+NVLINK_TABLE, NVLINK_KERNEL = "trtllm_alltoall", "NVLinkOneSided"
+NVL72 = 72  # GPUs that one NVLink domain must count as a node for the all-to-all to be taken
+GPUS_PER_TRAY = 4  # ... and that the table counts as one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +87,38 @@ class Step(NamedTuple):
         return Nccl(name=op.name, operation=self.operation, elements_per_token=elements, gpus=gpus).price(db, moved)
 
 
+class NvlinkStep(NamedTuple):
+    """One half of the measured all-to-all of a rack-scale node; ``packed`` in the experts' own precision."""
+
+    operation: str
+    packed: bool
+
+    def price(self, op: MoeDispatch, db: Database, at: Points) -> Answer:
+        system, nodes = db.system, max(op.moe_ep // GPUS_PER_TRAY, 1)
+        dtype = "fp8" if op.quant == "fp8_block" else op.quant
+        key = (NVLINK_KERNEL, self.operation, dtype, nodes, op.hidden, op.topk, op.experts, op.moe_ep)
+        peers = min(op.topk, op.experts, op.moe_ep - 1)
+        moved = peers * op.hidden * (MOE[op.quant].bytes if self.packed else 2)  # bytes a token
+
+        def sol(tokens: F64) -> F64:
+            return tokens * moved / (system.inter_node_bw if nodes > 1 else system.intra_node_bw) * 1000
+
+        def silicon(at: Points) -> Answer:
+            return measured(slice_of(db, NVLINK_TABLE, key, lambda tokens: tokens), (at.x,), op.name, ("tokens",))
+
+        def empirical(at: Points) -> Answer:
+            curve = find_slice(db, NVLINK_TABLE, key, sol, also=("util", op.quant))
+            return estimated(None if curve is None else curve.util, (at.x,), sol(at.x), op.name)
+
+        return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda at: sol(at.x))
+
+
 class Rule(NamedTuple):
     """When it holds, and what is exchanged before and after the experts; the first rule of a framework that holds."""
 
     applies: Callable[[MoeDispatch, SystemSpec], bool]
-    pre: tuple[Step, ...] = ()
-    post: tuple[Step, ...] = ()
+    pre: tuple[Step | NvlinkStep, ...] = ()
+    post: tuple[Step | NvlinkStep, ...] = ()
 
 
 REDUCE, REDUCE_GROUP = Step("all_reduce"), Step("all_reduce", attn_group=True)
@@ -97,6 +126,12 @@ GATHER, SCATTER = Step("all_gather"), Step("reduce_scatter")
 GATHER_POOL, SCATTER_POOL = Step("all_gather", pooled=True), Step("reduce_scatter", pooled=True)
 GATHER_PACKED = Step("all_gather", pooled=True, packed=True)
 GATHER_GROUP, SCATTER_GROUP = Step("all_gather", attn_group=True), Step("reduce_scatter", attn_group=True)
+
+
+def _blackwell(system: SystemSpec) -> bool:
+    """Not its successors: the reference asks for sm 100 exactly."""
+    return system.sm_version == 100
+
 
 NOTHING = Rule(lambda op, system: True)
 _SPLIT = Rule(lambda op, system: op.attn_tp > 1, (REDUCE,), (REDUCE,))
@@ -129,7 +164,12 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     }
 )
 TRTLLM_RULES = (
-    Rule(lambda op, system: system.sm_version == 100 and op.dp > 1, (GATHER_PACKED,), (SCATTER_POOL,)),
+    Rule(
+        lambda op, system: _blackwell(system) and op.dp > 1 and op.moe_tp == 1 and system.gpus_per_node >= NVL72,
+        (NvlinkStep("alltoall_dispatch", packed=True),),
+        (NvlinkStep("alltoall_combine", packed=False),),
+    ),
+    Rule(lambda op, system: _blackwell(system) and op.dp > 1, (GATHER_PACKED,), (SCATTER_POOL,)),
     _SPLIT,
     _POOLED,
 )
