@@ -1,0 +1,1 @@
+"""Measurements with commands of their own; no test asserts a time."""

@@ -124,7 +124,7 @@ def _phase(name: str, probe: Probe, ready: Ready) -> catalog_pb2.PhaseSupport:
         result = probe(ready.engine).raise_first()
     except EngineError as error:
         return catalog_pb2.PhaseSupport(phase=phase, supported=False, error=refusal(error).detail())
-    provenance = wire.provenance(result.by_source, result.tier)
+    provenance = wire.provenance(result.by_source[0], int(result.tier[0]))
     return catalog_pb2.PhaseSupport(phase=phase, supported=True, provenance=provenance)
 
 

@@ -73,8 +73,20 @@ class Engines:
         self._ready.clear()
         self._handles.clear()
 
+    def ready(self, request: Any) -> Ready | None:
+        """The engine of a request's oneof ``engine`` if it is ready now."""
+        handle = request.handle
+        if not handle and request.HasField("config"):
+            handle = self._handles.get(request.config.SerializeToString(deterministic=True))
+        found = self._ready.get(handle) if handle else None
+        if found is not None:
+            self._metrics.engine_hits.inc()
+        return found
+
     async def of(self, request: Any) -> Ready:
         """The engine of a request's oneof ``engine``."""
+        if (found := self.ready(request)) is not None:
+            return found
         given = request.WhichOneof("engine")
         if given == "handle":
             return await self._by_handle(request.handle)
@@ -86,10 +98,6 @@ class Engines:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def _by_handle(self, handle: str) -> Ready:
-        ready = self._ready.get(handle)
-        if ready is not None:
-            self._metrics.engine_hits.inc()
-            return ready
         config = self._configs.get(handle)
         if config is None:
             raise ServiceError(
@@ -104,11 +112,6 @@ class Engines:
 
     async def _by_config(self, config: common_pb2.EngineConfig) -> Ready:
         key = config.SerializeToString(deterministic=True)
-        handle = self._handles.get(key)
-        ready = None if handle is None else self._ready.get(handle)
-        if ready is not None:
-            self._metrics.engine_hits.inc()
-            return ready
         self._metrics.engine_misses.inc()
         return await self._loads.do(key, lambda: self._load(key, config))
 

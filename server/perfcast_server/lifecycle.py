@@ -30,6 +30,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.state = State.LOADING
+        self.changes = 0
         self._changed = asyncio.Condition()
 
     async def become(self, state: State) -> None:
@@ -37,16 +38,14 @@ class Lifecycle:
         await self.changed()
 
     async def changed(self) -> None:
+        self.changes += 1
         async with self._changed:
             self._changed.notify_all()
 
-    async def wait(self, timeout: float) -> None:
-        """Until something changed, at most ``timeout`` seconds."""
+    async def wait(self, seen: int) -> None:
+        """Until there were more than ``seen`` changes."""
         async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait(), timeout)
-            except TimeoutError:
-                return
+            await self._changed.wait_for(lambda: self.changes > seen)
 
     def require_loaded(self) -> None:
         if self.state is State.LOADING:
@@ -61,8 +60,6 @@ class Lifecycle:
 class Health:
     """grpc.health.v1: "" is the live process, each service by its name, "engine/<handle>" an engine kept ready."""
 
-    WATCH_POLL_S = 5.0
-
     def __init__(self, lifecycle: Lifecycle, services: Iterable[str], has_engine: Callable[[str], bool]) -> None:
         self._lifecycle = lifecycle
         self._services = frozenset(services)
@@ -70,15 +67,14 @@ class Health:
 
     def status(self, name: str) -> int | None:
         """The serving status of ``name``, None where it is not known."""
-        state = self._lifecycle.state
         if name.startswith("engine/"):
-            known, up = self._has_engine(name.removeprefix("engine/")), state is State.SERVING
+            known = self._has_engine(name.removeprefix("engine/"))
         else:
-            known, up = name == "" or name in self._services, state is State.SERVING
-            if name == "":
-                up = state is not State.DRAINING
+            known = name == "" or name in self._services
         if not known:
             return None
+        state = self._lifecycle.state
+        up = state is State.SERVING or (name == "" and state is State.LOADING)
         return int(Status.Value("SERVING" if up else "NOT_SERVING"))
 
     async def check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
@@ -90,14 +86,15 @@ class Health:
     async def watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         told: int | None = None
         while True:
+            seen, state = self._lifecycle.changes, self._lifecycle.state
             status = self.status(request.service)
             status = int(Status.Value("SERVICE_UNKNOWN")) if status is None else status
             if status != told:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 told = status
-            if self._lifecycle.state is State.DRAINING:
+            if state is State.DRAINING:
                 return
-            await self._lifecycle.wait(self.WATCH_POLL_S)
+            await self._lifecycle.wait(seen)
 
     def handlers(self) -> grpc.GenericRpcHandler:
         response = health_pb2.HealthCheckResponse.SerializeToString

@@ -19,7 +19,7 @@ from perfcast_server.errors import ServiceError, invalid, refusal
 from perfcast_server.metrics import Metrics
 from perfcast_server.rpc import Stream, Unary
 from perfcast_server.settings import Settings
-from perfcast_server.steps import Query, check_size, query
+from perfcast_server.steps import KINDS, Query, check_size, query
 
 SERVICE = "perfcast.v1.Prediction"
 
@@ -30,12 +30,12 @@ class Prediction:
     def __init__(self, engines: Engines, settings: Settings, metrics: Metrics) -> None:
         self._engines = engines
         self._settings = settings
-        self._metrics = metrics
+        self._meters = {kind: (metrics.points.labels(kind), metrics.point_seconds.labels(kind)) for kind in KINDS}
 
     def methods(self) -> tuple[Unary | Stream, ...]:
         return (
             Unary("ResolveEngine", prediction_pb2.ResolveEngineRequest, self.resolve_engine),
-            Unary("PredictStep", prediction_pb2.PredictStepRequest, self.predict_step),
+            Unary("PredictStep", prediction_pb2.PredictStepRequest, self.predict_step, self.predict_step_at_once),
             Unary("PredictSteps", prediction_pb2.PredictStepsRequest, self.predict_steps),
             Stream("StreamSteps", prediction_pb2.StreamStepsRequest, self.stream_steps),
         )
@@ -53,20 +53,16 @@ class Prediction:
         )
 
     async def predict_step(self, request: prediction_pb2.PredictStepRequest) -> Message:
-        asked = query(request, "step")
+        asked = self._checked(query(request, "step"))
         ready = await self._engines.of(request)
-        result = (await self._ask(ready, asked, request.include_operators)).raise_first()
-        return prediction_pb2.PredictStepResponse(
-            engine=ready.stamp,
-            latency_ms=float(result.ms[0]),
-            provenance=wire.provenance(result.by_source, result.tier),
-            operators=[
-                prediction_pb2.OperatorLatency(
-                    name=name, latency_ms=float(answer.ms[0]), source=wire.source_number(int(answer.source[0]))
-                )
-                for name, answer in (result.operators or {}).items()
-            ],
-        )
+        return _one(ready, await self._ask(ready, asked, request.include_operators))
+
+    def predict_step_at_once(self, request: prediction_pb2.PredictStepRequest) -> Message | None:
+        asked = self._checked(query(request, "step"))
+        if asked.weight > self._settings.inline_points:
+            return None
+        ready = self._engines.ready(request)
+        return None if ready is None else _one(ready, self._timed(ready, asked, request.include_operators))
 
     async def predict_steps(self, request: prediction_pb2.PredictStepsRequest) -> Message:
         ready = await self._engines.of(request)
@@ -93,7 +89,7 @@ class Prediction:
         async for request in requests:
             answer = prediction_pb2.StreamStepsResponse(sequence=request.sequence)
             try:
-                asked = query(request, "step")
+                asked = self._checked(query(request, "step"))
                 if request.WhichOneof("engine") is not None:
                     ready = await self._engines.of(request)
                     answer.engine.CopyFrom(ready.stamp)
@@ -106,7 +102,6 @@ class Prediction:
             yield answer
 
     async def _ask(self, ready: Ready, asked: Query, operators: bool) -> StepResult:
-        self._checked(asked)
         if asked.weight <= self._settings.inline_points:
             return self._timed(ready, asked, operators)
         return await self._engines.off_loop(lambda: self._timed(ready, asked, operators))
@@ -118,9 +113,25 @@ class Prediction:
     def _timed(self, ready: Ready, asked: Query, operators: bool) -> StepResult:
         began = perf_counter()
         result = asked.ask(ready.engine.steps, operators)
-        self._metrics.points.labels(asked.kind).inc(asked.points)
-        self._metrics.point_seconds.labels(asked.kind).observe((perf_counter() - began) / asked.points)
+        points, seconds = self._meters[asked.kind]
+        points.inc(asked.points)
+        seconds.observe((perf_counter() - began) / asked.points)
         return result
+
+
+def _one(ready: Ready, result: StepResult) -> prediction_pb2.PredictStepResponse:
+    result.raise_first()
+    return prediction_pb2.PredictStepResponse(
+        engine=ready.stamp,
+        latency_ms=result.ms.item(0),
+        provenance=wire.provenance(result.by_source[0], int(result.tier[0])),
+        operators=[
+            prediction_pb2.OperatorLatency(
+                name=name, latency_ms=answer.ms.item(0), source=wire.source_number(int(answer.source[0]))
+            )
+            for name, answer in (result.operators or {}).items()
+        ],
+    )
 
 
 def _columns(ready: Ready, result: StepResult, per_point: bool) -> prediction_pb2.PredictStepsResponse:
@@ -129,7 +140,7 @@ def _columns(ready: Ready, result: StepResult, per_point: bool) -> prediction_pb
     response = prediction_pb2.PredictStepsResponse(
         engine=ready.stamp,
         latency_ms=np.where(missed, 0.0, result.ms).tolist(),
-        provenance=wire.provenance(result.by_source[answered], result.tier[answered]),
+        provenance=wire.provenance(result.by_source[answered].sum(axis=0), int(result.tier[answered].max(initial=0))),
         operators=[_operator(name, answer) for name, answer in (result.operators or {}).items()],
         misses=_misses(result.misses),
     )

@@ -28,12 +28,15 @@ Key = tuple[str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Unary:
-    """One RPC: its name, the type of its request, and what answers it."""
+    """One RPC: its name, the type of its request, and what answers it.
+
+    ``at_once`` may answer a request without waiting for anything; None where it would have to.
+    """
 
     name: str
     request: type[Message]
     answer: Callable[[Any], Awaitable[Message]]
-    cached: bool = True
+    at_once: Callable[[Any], Message | None] = lambda request: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,9 @@ class Rpc:
         self._kept: Lru[Key, bytes] = Lru(
             settings.response_cache_bytes, size=lambda key, answer: len(key[1]) + len(answer) + 256
         )
+
+        metrics.in_work.set_function(lambda: self._in_work)
+        metrics.response_bytes.set_function(lambda: self._kept.held)
 
     def forget(self) -> None:
         """Drop all kept answers; for when the data behind them change."""
@@ -123,19 +129,21 @@ class Rpc:
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:
             raise ServiceError("DEADLINE", "the deadline passed before the work began")
+        self._metrics.response_misses.inc()
+        request = parsed(method.request, key[1])
+        answer = method.at_once(request)
+        if answer is not None:
+            return self._kept_bytes(key, answer)
         self._in_work += 1
-        self._metrics.in_work.set(self._in_work)
         try:
-            if not method.cached:
-                return await self._answered(method, key[1])
-            self._metrics.response_misses.inc()
-            return await self._flights.do(key, lambda: self._remembered(method, key))
+            return await self._flights.do(key, lambda: self._answered(method, key, request))
         finally:
             self._in_work -= 1
-            self._metrics.in_work.set(self._in_work)
 
-    async def _answered(self, method: Unary, request: bytes) -> bytes:
-        answer = await method.answer(parsed(method.request, request))
+    async def _answered(self, method: Unary, key: Key, request: Any) -> bytes:
+        return self._kept_bytes(key, await method.answer(request))
+
+    def _kept_bytes(self, key: Key, answer: Message) -> bytes:
         data = answer.SerializeToString()
         if len(data) > self._settings.max_message_bytes:
             raise ServiceError(
@@ -144,14 +152,9 @@ class Rpc:
                 limit="max_message_bytes",
                 retry="no",
             )
+        if len(data) <= LARGEST_KEPT and len(key[1]) <= LARGEST_KEPT:
+            self._kept.put(key, data)
         return data
-
-    async def _remembered(self, method: Unary, key: Key) -> bytes:
-        answer = await self._answered(method, key[1])
-        if len(answer) <= LARGEST_KEPT and len(key[1]) <= LARGEST_KEPT:
-            self._kept.put(key, answer)
-            self._metrics.response_bytes.set(self._kept.held)
-        return answer
 
     def _stream(self, service: str, method: Stream) -> Callable[[Any, Any], Awaitable[None]]:
         meter = _Meter(self._metrics, "bidi_stream", service, method.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import numpy as np
 from perfcast.v1 import common_pb2
 from perfcast_engine.answer import F64, Source
 from perfcast_engine.config import EngineConfig, MoeComm, ParallelConfig, QuantOverrides
@@ -145,12 +144,19 @@ def config_message(config: EngineConfig, original: common_pb2.EngineConfig) -> c
     return message
 
 
-def provenance(by_source: F64, tier: np.ndarray) -> common_pb2.Provenance:
-    """Shares of the summed latency of points. by_source: (N, 5) ms per Source; tier: (N,)."""
-    ms = np.nansum(by_source, axis=0)
-    whole = float(ms.sum())
-    shares: dict[str, Any] = dict(zip(SHARES, (ms / whole).tolist(), strict=True)) if whole > 0 else {}
-    return common_pb2.Provenance(**shares, tier=tier_number(int(tier.max(initial=0))))
+def provenance(by_source: F64, tier: int) -> common_pb2.Provenance:
+    """Shares of a latency. by_source: (5,) ms per Source."""
+    parts: list[float] = by_source.tolist()
+    whole = sum(parts) or 1.0
+    silicon, empirical, sol, estimated, mixed = (part / whole for part in parts)
+    return common_pb2.Provenance(
+        silicon_share=silicon,
+        empirical_share=empirical,
+        sol_share=sol,
+        estimated_share=estimated,
+        mixed_share=mixed,
+        tier=tier_number(tier),
+    )
 
 
 def source_number(source: int) -> Any:
