@@ -15,14 +15,14 @@ def by_hand(samples, query, count):
 
 
 def test_ties_go_to_the_earlier_sample():
-    samples = np.array([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
-    index, distance = nearest(samples, np.zeros((1, 2)), 3)
-    assert index.tolist() == [[0, 1, 2]]
-    assert distance.tolist() == [[1.0, 1.0, 1.0]]
+    samples = np.array([[1.0, 0.0, -1.0, 0.0], [0.0, 1.0, 0.0, -1.0]])
+    index, distance = nearest(samples, np.zeros((2, 1)), 3)
+    assert index.tolist() == [[0], [1], [2]]
+    assert distance.tolist() == [[1.0], [1.0], [1.0]]
 
 
 def test_fewer_samples_than_asked():
-    assert nearest(np.array([[0.0], [5.0]]), np.array([[4.0]]), 5)[0].tolist() == [[1, 0]]
+    assert nearest(np.array([[0.0, 5.0]]), np.array([[4.0]]), 5)[0].tolist() == [[1], [0]]
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
@@ -32,9 +32,9 @@ def test_pruning_finds_what_comparison_finds(axes, count, seed):
     queries = rng.integers(-2, 12, (200, axes)) / 8.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "DIRECT_CELLS", 0)
-        index, _ = nearest(samples, queries, count)
+        index, _ = nearest(samples.T, queries.T, count)
     expected = [by_hand(samples, query, count) for query in queries]
-    np.testing.assert_array_equal(index, expected)
+    np.testing.assert_array_equal(index.T, expected)
 
 
 class TestUtilGrid:

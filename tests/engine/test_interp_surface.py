@@ -126,6 +126,21 @@ def test_arrays_answer_as_their_points_do(case):
 
 
 @given(ragged())
+def test_resampling_changes_no_answer(case):
+    """Asked with an array or one number for the outer axis, a surface answers as its unresampled chain does."""
+    surface, points = case
+    for x in {point[0] for point in points}:
+        rest = [np.array(axis, float) for axis in zip(*(p[1:] for p in points if p[0] == x), strict=True)]
+        column = np.full(len(rest[0]), float(x))
+        chained = surface._chain((column, *rest)).ms
+        np.testing.assert_allclose(surface.at(column, *rest).ms, chained, rtol=1e-12)
+        np.testing.assert_allclose(surface.at(float(x), *rest).ms, chained, rtol=1e-12)
+        one = np.array([surface.one(float(x), *map(float, point)) for point in zip(*rest, strict=True)])
+        known = ~np.isnan(one)
+        np.testing.assert_allclose(one[known], chained[known], rtol=1e-12)
+
+
+@given(ragged())
 def test_measured_leaves_come_back_verbatim(case):
     surface, _ = case
     np.testing.assert_array_equal(surface.at(*surface.grid.floats).ms, surface.grid.ms)

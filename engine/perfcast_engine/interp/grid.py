@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64, Mask
 
-Coords = tuple[F64, ...]
+Coords = tuple[F64, ...]  # one array (N,) per axis
+Query = tuple[F64 | float, ...]  # as Coords, but a number may stand for all points
 Sol = Callable[..., F64]  # one array per axis -> ms
 Ints = NDArray[np.int64]
 
@@ -41,6 +42,13 @@ class Grid:
 
     def __len__(self) -> int:
         return len(self.ms)
+
+    def between(self, first: int, last: int) -> Grid:
+        """The leaves at outer keys from ``first`` to ``last``."""
+        rows = slice(int(self.coords[0].searchsorted(first)), int(self.coords[0].searchsorted(last, "right")))
+        return Grid(
+            tuple(c[rows] for c in self.coords), self.ms[rows], None if self.power is None else self.power[rows]
+        )
 
     @cached_property
     def floats(self) -> Coords:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from math import nan
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64
-from perfcast_engine.interp.grid import Coords, Grid, Sol
+from perfcast_engine.interp.grid import Coords, Grid, Query, Sol
 from perfcast_engine.interp.nearest import nearest
+from perfcast_engine.interp.plane import Plane
 from perfcast_engine.interp.util import UtilGrid
 
 ANCHORS = 4
@@ -30,11 +32,25 @@ class Resolved(NamedTuple):
 
 
 class _Anchors(NamedTuple):
-    """The leaves that a hold may lean on: log2 coordinates (N, A), roofline / latency (N,), power (N,) or None."""
+    """The leaves that a hold may lean on: log2 coordinates (A, N), roofline / latency (N,), power (N,) or None."""
 
     logs: F64
     util: F64
     power: F64 | None
+
+
+@dataclass(frozen=True, eq=False)
+class Sheet:
+    """A grid, or the part of it at one outer key, resampled. power: W, None where the grid has none."""
+
+    ms: Plane
+    power: Plane | None
+
+    @classmethod
+    def of(cls, grid: Grid, roots: bool, lead: float | None = None) -> Sheet | None:
+        ms = Plane.of(grid.coords, grid.ms, roots, lead)
+        power = None if grid.power is None else Plane.of(grid.coords, grid.power, lead=lead)
+        return None if ms is None else cls(ms, power)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +60,74 @@ class Surface:
     grid: Grid
     sol: Sol
     sqrt_axis: int | None = None
+    _sheets: dict[tuple[float, ...], tuple[tuple[float, Sheet], ...]] = field(default_factory=dict, repr=False)
 
-    def at(self, *query: F64) -> Resolved:
-        """The latency at each query, one array (Q,) per axis: exact, else interior, else held at the utilisation of the
-        nearest leaves. NaN where the hold has no anchor or the query no positive roofline."""
+    def at(self, *query: F64 | float) -> Resolved:
+        """The latency at each query (a Query): exact, else interior, else held at the utilisation of the nearest
+        leaves. NaN where the hold has no anchor or the query no positive roofline."""
+        ms, power = self._read(query)
+        rest = np.isnan(ms)
+        if rest.any():
+            n = int(np.count_nonzero(rest))
+            chained = self._chain(tuple(c[rest] if isinstance(c, np.ndarray) else np.full(n, c) for c in query))
+            ms[rest] = chained.ms
+            if power is not None and chained.power is not None:
+                power[rest] = chained.power
+        return Resolved(ms, power)
+
+    def one(self, *query: float) -> float:
+        """``at`` for a single query well inside of the grid; NaN for any other, which ``at`` has to answer."""
+        lead, rest = self._split(query)
+        ms = nan
+        for weight, sheet in self.sheets(*lead):
+            here = sheet.ms.one(*rest)
+            ms = here if weight == 0 else ms + (here - ms) * weight
+        return ms
+
+    def sheets(self, *lead: float) -> tuple[tuple[float, Sheet], ...]:
+        """The resampled sheets of the grid at one outer coordinate (of the whole grid without one): the first as it is
+        and the second, where there is one, blended into it at its weight. None beyond the outer keys."""
+        if lead not in self._sheets:
+            self._sheets[lead] = self._resample(*lead)
+        return self._sheets[lead]
+
+    def _split(self, query: tuple[Any, ...]) -> tuple[tuple[float, ...], tuple[Any, ...]]:
+        """The leading number, if sheets are made for one, and what is left."""
+        many = len(self.grid.coords) > 1
+        return (query[:1], query[1:]) if many and not isinstance(query[0], np.ndarray) else ((), query)
+
+    def _read(self, query: Query) -> Resolved:
+        """From the sheets; NaN where these do not tell."""
+        lead, rest = self._split(query)
+        ms, power = np.full(len(rest[0]), np.nan), None if self.grid.power is None else np.zeros(len(rest[0]))
+        for weight, sheet in self.sheets(*lead):
+            here = sheet.ms.at(*rest)
+            ms = here if weight == 0 else ms + (here - ms) * weight
+            if sheet.power is not None and power is not None:
+                power = power + (sheet.power.at(*rest) - power) * (weight or 1.0)
+        return Resolved(ms, power)
+
+    def _resample(self, *lead: float) -> tuple[tuple[float, Sheet], ...]:
+        grid, roots = self.grid, self.sqrt_axis is not None
+        if roots and self.sqrt_axis != len(lead):
+            return ()
+        if not lead:
+            parts = [(0.0, Sheet.of(grid, roots))]
+        else:
+            outer = grid.coords[0]
+            if not outer[0] <= lead[0] <= outer[-1]:
+                return ()
+            low, high = outer[outer.searchsorted(lead[0], "right") - 1], outer[outer.searchsorted(lead[0])]
+            if roots and low < high:
+                weight = float((lead[0] - low) / (high - low))
+                ends = ((0.0, low), (weight, high))
+                parts = [(w, Sheet.of(grid.between(key, key), roots, float(key))) for w, key in ends]
+            else:  # where all blends are linear, the blend of two sheets is a sheet
+                parts = [(0.0, Sheet.of(grid.between(low, high), roots, lead[0]))]
+        sheets = tuple((weight, sheet) for weight, sheet in parts if sheet is not None)
+        return sheets if len(sheets) == len(parts) else ()
+
+    def _chain(self, query: Coords) -> Resolved:
         ms, power = self.grid.interior(query, self.sol, self.sqrt_axis)
         outside = np.isnan(ms)
         if outside.any():
@@ -70,7 +150,7 @@ class Surface:
     def _anchors(self) -> _Anchors:
         grid, sol = self.grid, self.leaf_sol
         valid = (grid.ms > 0) & np.isfinite(grid.ms) & (sol > 0) & np.isfinite(sol)
-        logs = np.log2(np.maximum(np.stack([c[valid] for c in grid.floats], axis=1), TINY))
+        logs = np.log2(np.maximum(np.stack([c[valid] for c in grid.floats]), TINY))
         return _Anchors(logs, sol[valid] / grid.ms[valid], None if grid.power is None else grid.power[valid])
 
     def _hold(self, query: Coords) -> Resolved:
@@ -92,20 +172,20 @@ class Surface:
         anchors = self._anchors
         if not len(anchors.util):
             return np.zeros(len(query[0])), anchors.power
-        logs = np.log2(np.maximum(np.stack(query, axis=1), TINY))
+        logs = np.log2(np.maximum(np.stack(query), TINY))
         index, distance = nearest(anchors.logs, logs, ANCHORS + 1)
         weight = _taper(distance)
-        index = index[:, :ANCHORS]
-        mass = weight.sum(axis=1)
-        util = (weight * anchors.util[index]).sum(axis=1) / mass
-        return util, None if anchors.power is None else (weight * anchors.power[index]).sum(axis=1) / mass
+        index = index[:ANCHORS]
+        mass = weight.sum(axis=0)
+        util = (weight * anchors.util[index]).sum(axis=0) / mass
+        return util, None if anchors.power is None else (weight * anchors.power[index]).sum(axis=0) / mass
 
 
 def _taper(distance: F64) -> F64:
-    """Weights (Q, <= 4) of the nearest anchors from their ascending distances (Q, <= 5)."""
-    d = distance[:, :ANCHORS]
-    if distance.shape[1] <= ANCHORS:
+    """Weights (<= 4, Q) of the nearest anchors from their ascending distances (<= 5, Q)."""
+    d = distance[:ANCHORS]
+    if len(distance) <= ANCHORS:
         return 1 / (d * d + TINY)
-    reach = distance[:, ANCHORS:]
+    reach = distance[ANCHORS]
     weight: NDArray[np.float64] = (np.maximum(reach - d, 0.0) / (reach * d + TINY)) ** 2
-    return np.where(weight.sum(axis=1, keepdims=True) > 0, weight, 1.0)
+    return np.where(weight.sum(axis=0) > 0, weight, 1.0)

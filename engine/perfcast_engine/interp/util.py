@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64
-from perfcast_engine.interp.grid import Coords
+from perfcast_engine.interp.grid import Coords, Query
 from perfcast_engine.interp.nearest import nearest
 
 FLOOR = 1e-9
@@ -16,7 +16,7 @@ FLOOR = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class LogSpace:
-    """Samples in min-max normalised log space. z: (N, A); low, span: (A,)."""
+    """Samples in min-max normalised log space. z: (A, N); low, span: (A, 1)."""
 
     z: F64
     low: F64
@@ -26,20 +26,21 @@ class LogSpace:
     def of(cls, coords: Coords) -> LogSpace:
         """From one array (N,) per axis, N > 0."""
         logs = _logs(coords)
-        low = logs.min(axis=0)
-        span = logs.max(axis=0) - low
+        low = logs.min(axis=1, keepdims=True)
+        span = logs.max(axis=1, keepdims=True) - low
         span[span == 0] = 1.0
         return cls((logs - low) / span, low, span)
 
-    def nearest(self, query: Coords, count: int, *, clip: bool) -> tuple[NDArray[np.intp], F64]:
-        """Indices and distances (Q, count) of the nearest samples, ties by sample order. ``clip``: a query outside the
+    def nearest(self, query: Query, count: int, *, clip: bool) -> tuple[NDArray[np.intp], F64]:
+        """Indices and distances (count, Q) of the nearest samples, ties by sample order. ``clip``: a query outside the
         samples' box counts as the nearest point of the box."""
         z = (_logs(query) - self.low) / self.span
         return nearest(self.z, np.clip(z, 0.0, 1.0) if clip else z, count)
 
 
-def _logs(coords: Coords) -> F64:
-    return np.log(np.maximum(np.stack([np.asarray(axis, np.float64) for axis in coords], axis=1), FLOOR))
+def _logs(coords: Query) -> F64:
+    logs: F64 = np.log(np.maximum(np.stack(np.broadcast_arrays(*coords)), FLOOR))
+    return logs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,11 @@ class UtilGrid:
             return None
         return cls(LogSpace.of(tuple(axis[keep] for axis in coords)), sol[keep] / ms[keep])
 
-    def at(self, query: Coords) -> F64:
+    def at(self, query: Query) -> F64:
         """Utilisation at each query: the sample at distance zero, else the two nearest weighted by 1/distance."""
         index, distance = self.space.nearest(query, 2, clip=True)
         util = self.util[index]
-        hit = distance[:, 0] == 0
-        weight = 1 / np.where(hit[:, None], 1.0, distance)
-        return np.where(hit, util[:, 0], (util * weight).sum(axis=1) / weight.sum(axis=1))
+        hit = distance[0] == 0
+        weight = 1 / np.where(hit, 1.0, distance)
+        mean: F64 = np.where(hit, util[0], (util * weight).sum(axis=0) / weight.sum(axis=0))
+        return mean

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from math import ceil
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
 from perfcast_engine import quant
-from perfcast_engine.answer import F64, Answer, Miss, Points, Source, total
+from perfcast_engine.answer import F64, Answer, Miss, Points, Source, choose, total
+from perfcast_engine.interp.averaged import Averaged
+from perfcast_engine.interp.surface import Surface
 from perfcast_engine.ops.attention_kernels import Kernels, head_dim_ratio
-from perfcast_engine.ops.base import Op, Reads, Role, Split, by_mode, estimated, measured, require
+from perfcast_engine.ops.base import Op, Quick, Reads, Role, Split, by_mode, estimated, measured, require
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
 
+T = TypeVar("T", float, F64)
 BF16 = quant.FMHA["bfloat16"]
 EXTRA_OVERHEAD = 1.1  # on the memory-bound steps around the kernel
 SAMPLES = 5  # decode lengths averaged around the asked one
@@ -126,10 +130,8 @@ class ContextAttention(Op):
             out = out.plus(roofline.split(self.heads, part.s + part.prefix, part.batch, part.prefix))
         return out.scaled(at.imbalance)
 
-    def price(self, db: Database, at: Points) -> Answer:
-        roofline = self._roofline(db, self.head_dim, self.window)
-        db.system.rate(roofline.fmha)
-        kernels = Kernels(
+    def _kernels(self, db: Database) -> Kernels:
+        return Kernels(
             "context_attention",
             self.lanes,
             (self.fmha_quant, self.kv_quant, self._kv_heads),
@@ -139,27 +141,53 @@ class ContextAttention(Op):
             sqrt_axis=1,
         )
 
-        def query(part: Points) -> tuple[F64, F64, F64]:
-            return np.full(len(part), float(self.heads)), part.s + part.prefix, part.batch
-
-        def sol(part: Points) -> F64:
-            return roofline.split(self.heads, part.s + part.prefix, part.batch, part.prefix).time
-
-        def silicon(part: Points) -> Answer:
-            full = part.s + part.prefix
-            answer = measured(kernels.measured(db), query(part), self.name, ("num_heads", "isl", "batch_size"))
-            square = np.maximum(full * full, 1.0)
-            return answer.scaled((square - part.prefix * part.prefix) / square)
-
-        def empirical(part: Points) -> Answer:
-            basis = kernels.basis(db)
-            k = head_dim_ratio(db.backend, self.head_dim) / head_dim_ratio(db.backend, basis.head_dim)
-            return estimated(basis.util, query(part), sol(part), self.name, basis.tier, k)
-
-        parts = [by_mode(db, p, silicon=silicon, empirical=empirical, sol=sol) for p in self._chunks(at)]
+    def price(self, db: Database, at: Points) -> Answer:
+        db.system.rate(quant.FMHA[self.fmha_quant])
+        parts = [self._kernel(db, part) for part in self._chunks(at)]
         source = Source.SOL if db.mode is Mode.SOL else Source.EMPIRICAL
         parts.append(Answer.of(np.full(len(at), self._extra_ms(db)), source))
         return total(parts, len(at)).scaled(at.imbalance)
+
+    def _kernel(self, db: Database, at: Points) -> Answer:
+        heads = float(self.heads)
+
+        def sol(part: Points) -> F64:
+            roofline = self._roofline(db, self.head_dim, self.window)
+            return roofline.split(heads, part.s + part.prefix, part.batch, part.prefix).time
+
+        def silicon(part: Points) -> Answer:
+            full = part.s + part.prefix
+            surface = self._kernels(db).measured(db)
+            answer = measured(surface, (heads, full, part.batch), self.name, ("num_heads", "isl", "batch_size"))
+            return answer.scaled(causal_share(np.maximum(full, 1.0), part.prefix))
+
+        def empirical(part: Points) -> Answer:
+            basis = self._kernels(db).basis(db)
+            k = head_dim_ratio(db.backend, self.head_dim) / head_dim_ratio(db.backend, basis.head_dim)
+            query = heads, part.s + part.prefix, part.batch
+            return estimated(basis.util, query, sol(part), self.name, basis.tier, k)
+
+        return by_mode(db, at, silicon=silicon, empirical=empirical, sol=sol)
+
+    def quick(self, db: Database) -> Quick | None:
+        if not db.mode.shared:
+            return None
+        db.system.rate(quant.FMHA[self.fmha_quant])
+        read, heads, cp = self._kernels(db).measured(db).one, float(self.heads), self.cp
+        extra, scale = self._extra_ms(db), self.scale
+
+        def whole(batch: float, s: float, prefix: float) -> float:
+            full = s + prefix
+            return (read(heads, full, batch) * causal_share(full, prefix) + extra) * scale
+
+        def halves(batch: float, s: float, prefix: float) -> float:
+            chunk = float(max(ceil(s / (2 * cp)), 1))
+            near, far = chunk + prefix, s + prefix
+            kernel = read(heads, near, batch) * causal_share(near, prefix)
+            kernel += read(heads, far, batch) * causal_share(far, far - chunk)
+            return (kernel + extra) * scale
+
+        return whole if cp == 1 else halves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,10 +219,8 @@ class GenerationAttention(Op):
         roofline = self._roofline(db, self.head_dim, self.window)
         return roofline.split(self.heads, at.batch, at.s).scaled(at.imbalance)
 
-    def price(self, db: Database, at: Points) -> Answer:
-        roofline = self._roofline(db, self.head_dim, self.window)
-        roofline.rate()
-        kernels = Kernels(
+    def _kernels(self, db: Database) -> Kernels:
+        return Kernels(
             "generation_attention",
             self.lanes,
             (self.kv_quant, self._kv_heads),
@@ -204,22 +230,59 @@ class GenerationAttention(Op):
             clamp=True,
         )
 
+    def price(self, db: Database, at: Points) -> Answer:
+        roofline = self._roofline(db, self.head_dim, self.window)
+        roofline.rate()
+
         def sol(part: Points) -> F64:
             return roofline.split(self.heads, part.batch, part.s).time
 
-        def silicon(part: Points) -> Answer:
-            lengths = _samples(part.s)
-            query = np.full(lengths.size, float(self.heads)), np.tile(part.batch, SAMPLES), lengths.ravel()
-            each = measured(kernels.measured(db), query, self.name, ("num_heads", "batch_size", "seq"))
-            return _mean(each, len(part))
-
         def empirical(part: Points) -> Answer:
-            basis = kernels.basis(db)
-            query = np.full(len(part), float(self.heads)), part.batch, part.s
+            basis = self._kernels(db).basis(db)
+            query = float(self.heads), part.batch, part.s
             return estimated(basis.util, query, sol(part), self.name, basis.tier)
 
-        answer = by_mode(db, at, silicon=silicon, empirical=empirical, sol=sol)
+        answer = by_mode(db, at, silicon=lambda part: self._silicon(db, part), empirical=empirical, sol=sol)
         return answer.scaled(at.imbalance)
+
+    def _silicon(self, db: Database, at: Points) -> Answer:
+        """The mean over the lengths around the asked one: tabulated inside of the measurements, sampled outside."""
+        surface = self._kernels(db).measured(db)
+        table = self._tabulated(db, surface)
+        if table is None:
+            return self._sampled(surface, at)
+        ms = table.at(at.batch, at.s)
+        gone = np.isnan(ms)
+        return choose(
+            gone, lambda some: self._sampled(surface, some), lambda _: Answer.of(ms[~gone], Source.SILICON), at
+        )
+
+    def _tabulated(self, db: Database, surface: Surface) -> Averaged | None:
+        """None where there is energy to tell, or nothing measured at such head counts."""
+
+        def build() -> Averaged | None:
+            sheets = surface.sheets(float(self.heads))
+            return Averaged(sheets[0][1].ms, _samples) if sheets and sheets[0][1].power is None else None
+
+        return db.kept(("decode", surface, self.heads), build)
+
+    def _sampled(self, surface: Surface, at: Points) -> Answer:
+        lengths = _samples(at.s)
+        query = float(self.heads), np.tile(at.batch, SAMPLES), lengths.ravel()
+        each = measured(surface, query, self.name, ("num_heads", "batch_size", "seq"))
+        return _mean(each, len(at))
+
+    def quick(self, db: Database) -> Quick | None:
+        if not db.mode.shared:
+            return None
+        self._roofline(db, self.head_dim, self.window).rate()
+        table, scale = self._tabulated(db, self._kernels(db).measured(db)), self.scale
+        return None if table is None else lambda batch, s, prefix: table.one(batch, s) * scale
+
+
+def causal_share(full: T, prefix: T) -> T:
+    """The share of the causal area of ``full`` tokens that is left to compute behind a cached prefix."""
+    return (full * full - prefix * prefix) / (full * full)
 
 
 def _samples(s: F64) -> F64:

@@ -12,7 +12,7 @@ import numpy as np
 
 from perfcast_engine.answer import F64, Answer, Mask, Points, Source, Tier, or_else
 from perfcast_engine.errors import EmpiricalBasisMissing, EngineError, InvalidField, PerfDataMissing, SolNotDefined
-from perfcast_engine.interp.grid import Coords, Grid, Sol
+from perfcast_engine.interp.grid import Grid, Query, Sol
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import UtilGrid
 from perfcast_engine.tables.database import Database, Mode
@@ -33,6 +33,9 @@ class Role(Enum):
     OTHER = 0
     LOGITS = 1  # prefill gives it one token per request
     ATTENTION = 2  # dense attention that mixed steps price apart
+
+
+Quick = Callable[[float, float, float], float]
 
 
 class Split(NamedTuple):
@@ -77,6 +80,11 @@ class Op(ABC):
     def evaluate(self, db: Database, at: Points) -> Answer:
         """Latency of all instances at N points."""
         return self.price(db, at).clamped().scaled(self.scale)
+
+    def quick(self, db: Database) -> Quick | None:
+        """For one point at a time, without arrays: ms of all instances by (batch, s, prefix) at no imbalance, NaN where
+        ``evaluate`` has to be asked. None where the kind or the mode offers no such short cut."""
+        return None
 
     def sol(self, db: Database, at: Points) -> Split:
         """The roofline of one instance at N points; SolNotDefined where the kind exports none."""
@@ -190,20 +198,21 @@ def no_slice(table: Table, key: tuple[Key, ...]) -> PerfDataMissing:
     )
 
 
-def measured(surface: Surface, query: Coords, what: str, axes: Sequence[str]) -> Answer:
+def measured(surface: Surface, query: Query, what: str, axes: Sequence[str]) -> Answer:
     """The measured latency at each query; points that nothing anchors miss. ``what`` and ``axes`` word the miss."""
     resolved = surface.at(*query)
 
     def miss(gone: Mask) -> EngineError:
         first = int(np.argmax(gone))
-        point = ", ".join(f"{axis}={c[first]:g}" for axis, c in zip(axes, query, strict=True))
+        at = (float(c[first]) if isinstance(c, np.ndarray) else c for c in query)
+        point = ", ".join(f"{axis}={c:g}" for axis, c in zip(axes, at, strict=True))
         return PerfDataMissing(f"{what}: no data to anchor {point}", op=what, key=point)
 
     return Answer.of(resolved.ms, Source.SILICON, energy=resolved.energy, miss=miss)
 
 
 def estimated(
-    util: UtilGrid | None, query: Coords, sol: F64, what: str, tier: Tier = Tier.EMPIRICAL, k: float = 1.0
+    util: UtilGrid | None, query: Query, sol: F64, what: str, tier: Tier = Tier.EMPIRICAL, k: float = 1.0
 ) -> Answer:
     """Roofline / (utilisation of the nearest samples * k) at each query (spec/02 section 9); all points miss with
     EmpiricalBasisMissing where there is no sample."""

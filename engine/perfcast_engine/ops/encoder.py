@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points
 from perfcast_engine.errors import InvalidField
@@ -61,10 +59,10 @@ class EncoderAttention(Op):
         db.system.rate(quant.FMHA[self.fmha_quant])
         key = (self.fmha_quant, self.head_dim)
 
-        def query(part: Points) -> tuple[F64, F64, F64]:
-            return np.full(len(part), float(self.heads)), part.s, part.batch
+        def query(part: Points) -> tuple[float, F64, F64]:
+            return float(self.heads), part.s, part.batch
 
-        def roofline(n: F64, s: F64, b: F64) -> F64:
+        def roofline(n: F64 | float, s: F64, b: F64) -> F64:
             return self._kernel(db, n, s, b).time
 
         def silicon(part: Points) -> Answer:

@@ -69,7 +69,7 @@ class Gemm(Op):
 
         def empirical(part: Points) -> Answer:
             basis = gemm_tables.basis(db, roofline)
-            query = part.x, np.full(len(part), n), np.full(len(part), k)
+            query = part.x, n, k
             return estimated(basis.util, query, sol(part), self.name, basis.tier, basis.k)
 
         if self.below_grid_sol and db.mode is Mode.SILICON and gemm_tables.has_quant(db, roofline.quant.name):

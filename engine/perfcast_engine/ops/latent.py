@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from perfcast_engine.answer import F64, Answer, Points, total
-from perfcast_engine.interp.grid import Coords
+from perfcast_engine.interp.grid import Query
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import UtilGrid
 from perfcast_engine.ops.base import Op, Reads, Split, by_mode, estimated, find_slice, measured, require, slice_of
@@ -54,7 +54,7 @@ class LatentBlock(Op):
         """The roofline at points that are computed in one piece."""
 
     @abstractmethod
-    def query(self, at: Points) -> Coords:
+    def query(self, at: Points) -> Query:
         """The coordinates of points in the table."""
 
     def chunks(self, at: Points) -> list[Points]:
@@ -113,8 +113,8 @@ class ContextBlock(LatentBlock):
     def check_rates(self, system: SystemSpec) -> None:
         system.rate(FMHA[self.fmha_quant])
 
-    def query(self, at: Points) -> Coords:
-        return np.full(len(at), float(self.heads)), at.s + at.prefix, at.batch
+    def query(self, at: Points) -> Query:
+        return float(self.heads), at.s + at.prefix, at.batch
 
     def corrected(self, answer: Answer, at: Points) -> Answer:
         """A cached prefix saves its share of the causal area."""
@@ -128,8 +128,8 @@ class GenerationBlock(LatentBlock):
 
     axes: ClassVar[tuple[str, ...]] = ("num_heads", "batch_size", "seq")
 
-    def query(self, at: Points) -> Coords:
-        return np.full(len(at), float(self.heads)), at.batch, at.s
+    def query(self, at: Points) -> Query:
+        return float(self.heads), at.batch, at.s
 
 
 def first_and_last(at: Points, cp: int) -> list[Points]:

@@ -30,11 +30,12 @@ def compute_scale(db: Database, at: Points, k: int, what: str) -> Answer:
         if surface is None:
             return Answer.none(len(part), no_basis(what))
         space = db.kept("computescale space", lambda: LogSpace.of(surface.grid.floats))
-        query = part.x, np.full(len(part), float(k))
-        near = space.nearest(query, 1, clip=False)[0][:, 0]
-        ms = surface.grid.ms[near]
+        query = part.x, float(k)
+        near = space.nearest(query, 1, clip=False)[0][0]
+        ms, here = surface.grid.ms[near], sol(*query)
         util = surface.leaf_sol[near] / np.where(ms > 0, ms, 1.0)
-        return Answer.of(np.where(ms > 0, sol(*query) / util, 0.0), Source.EMPIRICAL, Tier.EMPIRICAL)
+        estimate = np.where(ms > 0, np.where(here > 0, here, np.nan) / util, 0.0)
+        return Answer.of(estimate, Source.EMPIRICAL, Tier.EMPIRICAL, miss=no_basis(what))
 
     return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda part: sol(part.x, k))
 
@@ -53,7 +54,7 @@ def scale_matrix(db: Database, at: Points, k: int, what: str) -> Answer:
 
     def empirical(part: Points) -> Answer:
         surface = find_slice(db, "scale_matrix", MEASURED_AS, sol)
-        query = part.x, np.full(len(part), float(k))
+        query = part.x, float(k)
         return estimated(None if surface is None else surface.util, query, sol(*query), what)
 
     return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda part: sol(part.x, k))

@@ -99,7 +99,7 @@ class BucketedModule(SparseModule):
     def silicon(self, db: Database, at: Points, skip: bool = False, bucket: str = "trtllm") -> Answer:
         """From the measured module as the mode of ``db`` sees it."""
         surface = self.surface(db, skip, bucket)
-        return measured(surface, (self.lead(at), *self.coords(at)), self.name, ("heads", *self.axes))
+        return measured(surface, (float(self.heads), *self.coords(at)), self.name, ("heads", *self.axes))
 
     def surface(self, db: Database, skip: bool, bucket: str) -> Surface:
         """Axes (heads, *axes), kernels of ``bucket`` or of another where it has no rows (spec/04 3.4)."""

@@ -1,0 +1,173 @@
+"""Ragged grids resampled onto the union of their rows' keys, so that looking a point up costs a few reads.
+
+A row that is linear between its own keys stays the same function when it is resampled at more keys, so the interior of
+a grid comes back exactly (to rounding). What lies outside of a row is NaN, and so is every point that needs it: those
+points belong to the full resolution chain.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from math import nan, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perfcast_engine.answer import F64
+from perfcast_engine.interp.grid import Ints
+
+CELLS = 1 << 21  # of the largest plane that is worth its memory
+INTEGERS = 1 << 18  # knots below this are found by reading a list of all integers
+FEW = 64  # queries that are not worth making that list
+
+
+class Cell(NamedTuple):
+    """Where queries lie on one axis: the knots around them (equal on a knot) and the weight of the upper one."""
+
+    low: NDArray[np.intp]
+    high: NDArray[np.intp]
+    weight: F64
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """Ascending knots, with room for a NaN before the first and after the last one."""
+
+    knots: F64
+
+    @cached_property
+    def _origin(self) -> F64:
+        return np.concatenate([[0.0], self.knots])
+
+    @cached_property
+    def _width(self) -> F64:
+        return np.concatenate([[1.0], np.diff(self.knots), [1.0]])
+
+    @cached_property
+    def _list(self) -> list[float]:
+        knots: list[float] = self.knots.tolist()
+        return knots
+
+    @cached_property
+    def _by_integer(self) -> NDArray[np.intp]:
+        """How many knots are at or below 0, 1, 2 ... and one more than the last knot."""
+        return self.knots.searchsorted(np.arange(self.knots[-1] + 2), "right")
+
+    def cell(self, c: F64) -> Cell:
+        if len(c) > FEW and self.knots[-1] < INTEGERS:
+            low = self._by_integer.take(c.astype(np.intp), mode="clip")  # knots are integers
+        else:
+            low = self.knots.searchsorted(c, "right")
+        weight = (c - self._origin.take(low)) / self._width.take(low)
+        return Cell(low, low + (weight > 0), weight)
+
+    def one(self, c: float) -> tuple[int, int, float]:
+        """``cell`` of a single query."""
+        knots = self._list
+        low = bisect_right(knots, c)
+        if low == 0:
+            return 0, 0, 0.0
+        origin = knots[low - 1]
+        if c == origin:
+            return low, low, 0.0
+        if low == len(knots):
+            return 0, 0, 0.0
+        return low, low + 1, (c - origin) / (knots[low] - origin)
+
+
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """Values at all combinations of the axes' knots, each axis padded by a NaN at both ends. ``roots``: square roots
+    are blended on the first axis."""
+
+    axes: tuple[Axis, ...]
+    values: F64
+    roots: bool = False
+
+    @classmethod
+    def of(cls, coords: tuple[Ints, ...], values: F64, roots: bool = False, lead: float | None = None) -> Plane | None:
+        """From leaves in nested order, all of them or at coordinate ``lead`` of the first axis. None where the
+        combinations are too many."""
+        knots = [np.unique(column).astype(np.float64) for column in coords]
+        if lead is not None:
+            knots[0] = np.array([lead])
+        if np.prod([len(k) + 2 for k in knots]) > CELLS:
+            return None
+        full = _resampled(coords, values, knots)
+        if lead is not None:
+            full, knots = full[0], knots[1:]
+        return cls(tuple(map(Axis, knots)), np.pad(full, 1, constant_values=np.nan), roots)
+
+    @cached_property
+    def _flat(self) -> F64:
+        return np.ascontiguousarray(self.values).ravel()
+
+    @cached_property
+    def _nested(self) -> Any:
+        return self.values.tolist()
+
+    def at(self, *query: F64) -> F64:
+        """The value at each query; NaN outside."""
+        cells = [axis.cell(c) for axis, c in zip(self.axes, query, strict=True)]
+        return self._at(cells, 0, None)
+
+    def _at(self, cells: list[Cell], depth: int, index: Any) -> F64:
+        if depth == len(cells):
+            leaves: F64 = self._flat.take(index)
+            return leaves
+        low, high, weight = cells[depth]
+        if index is not None:
+            index = index * self.values.shape[depth]
+            low, high = index + low, index + high
+        a, b = self._at(cells, depth + 1, low), self._at(cells, depth + 1, high)
+        blend: F64
+        if depth == 0 and self.roots:
+            a_root, b_root = np.sqrt(a), np.sqrt(b)
+            blend = np.where(weight > 0, (a_root + (b_root - a_root) * weight) ** 2, a)
+        else:
+            blend = a + (b - a) * weight
+        return blend
+
+    def one(self, *query: float) -> float:
+        """``at`` for a single query."""
+        cells = [axis.one(c) for axis, c in zip(self.axes, query, strict=True)]
+        return self._one(cells, 0, self._nested)
+
+    def _one(self, cells: list[tuple[int, int, float]], depth: int, node: Any) -> float:
+        low, high, weight = cells[depth]
+        last = depth + 1 == len(cells)
+        a: float = node[low] if last else self._one(cells, depth + 1, node[low])
+        if low == high:
+            return a
+        b: float = node[high] if last else self._one(cells, depth + 1, node[high])
+        if depth == 0 and self.roots:
+            root = sqrt(a) + (sqrt(b) - sqrt(a)) * weight if a >= 0 and b >= 0 else nan
+            return root * root
+        return a + (b - a) * weight
+
+
+def _resampled(coords: tuple[Ints, ...], values: F64, knots: list[F64]) -> F64:
+    """Values at the combinations of ``knots``, NaN outside of each row."""
+    if len(coords) == 1:
+        return np.interp(knots[0], coords[0], values, left=np.nan, right=np.nan)
+    keys, first = np.unique(coords[0], return_index=True)
+    rows = np.stack(
+        [
+            _resampled(tuple(column[lo:hi] for column in coords[1:]), values[lo:hi], knots[1:])
+            for lo, hi in zip(first, [*first[1:], len(values)], strict=True)
+        ]
+    )
+    if np.array_equal(keys, knots[0]):
+        return rows
+    low = np.searchsorted(keys, knots[0], "right") - 1
+    inside = (low >= 0) & (knots[0] <= keys[-1])
+    low = np.where(inside, low, 0)
+    high = np.where(keys[low] == knots[0], low, np.minimum(low + 1, len(keys) - 1))
+    width = np.maximum(keys[high] - keys[low], 1)
+    weight = ((knots[0] - keys[low]) / width).reshape(-1, *[1] * (rows.ndim - 1))
+    out: F64 = rows[low] + (rows[high] - rows[low]) * weight
+    out[~inside] = np.nan
+    return out
