@@ -75,6 +75,14 @@ ONE_IS_GLOBAL = Switch(
     False,
     "05",
 )
+EVERY_SECOND_GLOBAL = Switch(
+    "llama4_every_second_layer_global",
+    2,
+    "Llama 4 attends globally in every fourth layer (no_rope_layer_interval), the reference takes every second one",
+    True,
+    False,
+    "05",
+)
 NORMS_NAME_ATTENTION = Switch(
     "norm_exclusions_name_attention",
     3,

@@ -122,6 +122,14 @@ def test_mimo_v2_flash_has_nine_global_layers(profile, full, sliding):
         assert kv_curve(d).bytes(1000) == 48 * 4 * 2 * 192 * 1000
 
 
+@pytest.mark.parametrize(("profile", "kinds"), [(REFERENCE, [24, 24]), (CORRECTED, [12, 12, 24])])
+def test_llama_4_attends_globally_in_every_fourth_layer(profile, kinds):
+    d = deployment("meta-llama/Llama-4-Maverick-17B-128E-Instruct", profile=profile)
+    attention = [op for op in build(d).context if op.name == "context_attention"]
+    assert [op.scale for op in attention] == kinds  # global with experts, sliding with experts, sliding dense
+    assert sum(op.scale for op in attention if op.window == 0) == kinds[0]
+
+
 @pytest.mark.parametrize(("profile", "kept"), [(REFERENCE, "bfloat16"), (CORRECTED, "fp8_block")])
 def test_excluding_norms_does_not_exclude_projections(profile, kept):
     op = named(plan("zai-org/GLM-5-FP8", modes=FP8, profile=profile).context, "context_attention")

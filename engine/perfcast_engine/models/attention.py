@@ -335,3 +335,9 @@ def narrow_norm(name: str) -> Part:
 def shared_norm(name: str) -> Part:
     """A norm whose tokens context-parallel ranks share though other operators see all of them."""
     return lambda p, at: [p.norm(at, name, p.d.parallel.cp if p.context else 1)]
+
+
+PARTS = (
+    *(dense_attention, gqa, gqa_if_any, cp_gather_kind, mla, overlapped_mla, wide_projection, wide_downscale, wide_mla),
+    *(tp_gather, tp_scatter, dsa, msa, dsv4, mhc_pre, mhc_post),
+)

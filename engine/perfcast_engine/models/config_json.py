@@ -182,6 +182,7 @@ def _mimo_v2(x: dict[str, Any], body: Reader, top: Reader, layers: int) -> None:
 
 def _llama4(x: dict[str, Any], body: Reader, top: Reader, layers: int) -> None:
     step = body.integer("interleave_moe_layer_step", default=1, least=1)
+    x["global_every"] = body.integer("no_rope_layer_interval", default=4)
     x["layer_runs"] = runs([("G" if i % 2 else "S") + ("d" if (i + 1) % step else "m") for i in range(layers)])
 
 

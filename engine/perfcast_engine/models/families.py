@@ -11,11 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from perfcast_engine.models import attention as a
-from perfcast_engine.models import ffn as f
-from perfcast_engine.models import layers as l
-from perfcast_engine.models import listing as g
-from perfcast_engine.models import recurrent as r
+from perfcast_engine.models import attention, ffn, layers, listing, recurrent
 from perfcast_engine.models.layers import Layers
 from perfcast_engine.models.listing import Family, Part
 
@@ -25,23 +21,15 @@ def _by_name(*functions: Callable[..., Any]) -> dict[str, Any]:
 
 
 LAYERS: Mapping[str, Layers] = {
-    **_by_name(l.once, l.whole, l.windowed_half, l.both_sublayers, l.linear, l.full, l.leading_dense, l.after_dense),
-    **_by_name(l.hybrid_attention, l.gemma_attention, l.shared_expert_tail, l.nas_blocks),
-    **{kind: l.hybrid(kind) for kind in ("Gm", "Sm", "Sd", "Gd")},
-    **{f"gemma{letter}": l.gemma(letter) for letter in "SF"},
-    **{letter: l.of_block(letter) for letter in "M*E-"},
+    **_by_name(*layers.SELECTORS),
+    **{kind: layers.hybrid(kind) for kind in ("Gm", "Sm", "Sd", "Gd")},
+    **{f"gemma{letter}": layers.gemma(letter) for letter in "SF"},
+    **{letter: layers.of_block(letter) for letter in "M*E-"},
 }
 PARTS: Mapping[str, Part] = {
-    **_by_name(g.embedding, g.sharded_embedding, g.logits, g.decode_logits, g.forgotten_logits, g.p2p, g.split_p2p),
-    **_by_name(a.dense_attention, a.gqa, a.gqa_if_any, a.cp_gather_kind, a.mla, a.overlapped_mla, a.wide_projection),
-    **_by_name(a.wide_downscale, a.wide_mla, a.tp_gather, a.tp_scatter, a.dsa, a.msa, a.dsv4, a.mhc_pre, a.mhc_post),
-    **_by_name(r.mamba2, r.delta_net, r.kda, r.gated_mla, r.attention_residual, r.draft_model),
-    **_by_name(f.gated_mlp, f.gated_mlp_if_any, f.leading_mlp, f.dense_mlp, f.mlp_beside_experts, f.relu2_mlp),
-    **_by_name(f.routed_experts, f.experts_and_shared, f.mega_experts_and_shared, f.wide_experts),
-    **_by_name(f.wide_experts_and_shared, f.experts_if_any, f.latent_relu2_experts, f.latent_experts),
-    **_by_name(f.gdn_ffn, f.full_ffn),
-    **{f"narrow_{name}": a.narrow_norm(name) for name in ("attn_norm", "ffn_norm")},
-    **{f"shared_{name}": a.shared_norm(name) for name in ("add_norm_1", "add_norm_2")},
+    **_by_name(*listing.PARTS, *attention.PARTS, *recurrent.PARTS, *ffn.PARTS),
+    **{f"narrow_{name}": attention.narrow_norm(name) for name in ("attn_norm", "ffn_norm")},
+    **{f"shared_{name}": attention.shared_norm(name) for name in ("add_norm_1", "add_norm_2")},
 }
 
 _DENSE = Family(
@@ -55,7 +43,11 @@ _MOE = Family(
     cp="tokens",
     alpha="1.2",
 )
-_WIDE_MOE = replace(_MOE, lists=_MOE.lists.replace("routed_experts", "wide_experts"))
+_WIDE_MOE = replace(
+    _MOE,
+    lists="windowed_half: dense_attention; once: sharded_embedding; whole: add_norm_1 gqa add_norm_2 wide_experts;"
+    " once: decode_logits embedding_ar split_p2p",
+)
 _DEEPSEEK = Family(
     "once: embedding; whole: add_norm_1 mla add_norm_2 experts_and_shared; once: logits p2p",
     cp="tokens",
@@ -63,13 +55,18 @@ _DEEPSEEK = Family(
     tells_decode=True,
     keeps_shared="unless asked",
 )
-_VLLM_DEEPSEEK = replace(
-    _DEEPSEEK, lists=_DEEPSEEK.lists.replace("logits", "logits; both_sublayers: tp_allreduce; once:")
-)
 _DEEPSEEK_ROWS = {
     "": _DEEPSEEK,
-    "/vllm": _VLLM_DEEPSEEK,
-    "/vllm/large": replace(_VLLM_DEEPSEEK, lists=_VLLM_DEEPSEEK.lists.replace("experts_and", "wide_experts_and")),
+    "/vllm": replace(
+        _DEEPSEEK,
+        lists="once: embedding; whole: add_norm_1 mla add_norm_2 experts_and_shared; once: logits;"
+        " both_sublayers: tp_allreduce; once: p2p",
+    ),
+    "/vllm/large": replace(
+        _DEEPSEEK,
+        lists="once: embedding; whole: add_norm_1 mla add_norm_2 wide_experts_and_shared; once: logits;"
+        " both_sublayers: tp_allreduce; once: p2p",
+    ),
     "/trtllm/large": replace(
         _DEEPSEEK,
         lists="once: embedding; whole: add_norm_1 overlapped_mla add_norm_2 wide_experts_and_shared; once: logits p2p",
@@ -175,4 +172,4 @@ def segments(row: Family) -> Iterator[tuple[Layers, list[Part]]]:
 def _part(name: str) -> Part:
     if name in PARTS:
         return PARTS[name]
-    return g.norm(name) if "norm" in name else g.allreduce(name)
+    return listing.norm(name) if "norm" in name else listing.allreduce(name)

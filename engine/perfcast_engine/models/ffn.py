@@ -355,3 +355,10 @@ def _prefixed_ffn(p: Phase, at: Layer) -> Iterator[Op]:
         yield p.allreduce(at, "ar")
     yield p.norm(at, "ffn_norm")
     yield from gated_shared_experts(p, at) if sparse else (*gated_mlp(p, at), p.allreduce(at, "ffn_ar"))
+
+
+PARTS = (
+    *(gated_mlp, gated_mlp_if_any, leading_mlp, dense_mlp, mlp_beside_experts, relu2_mlp, routed_experts),
+    *(experts_and_shared, mega_experts_and_shared, wide_experts, wide_experts_and_shared, experts_if_any),
+    *(latent_relu2_experts, latent_experts, gdn_ffn, full_ffn),
+)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from perfcast_engine.models.deployment import Deployment
 from perfcast_engine.models.spec import Runs
-from perfcast_engine.profiles import ONE_IS_GLOBAL
+from perfcast_engine.profiles import EVERY_SECOND_GLOBAL, ONE_IS_GLOBAL
 
 # architecture -> window of every second layer
 ALTERNATING_WINDOW = {"GptOssForCausalLM": 128}
@@ -75,7 +75,10 @@ def windowed_half(d: Deployment) -> list[Layer]:
 
 def layer_runs(d: Deployment) -> Runs:
     """The layer pattern as the profile reads it."""
-    runs = d.spec.x.layer_runs
+    runs, every = d.spec.x.layer_runs, d.spec.x.global_every
+    if every and not d.profile[EVERY_SECOND_GLOBAL]:
+        ffn = [kind[1] for kind, n in runs for _ in range(n)]
+        return tuple((("S" if (i + 1) % every else "G") + kind, 1) for i, kind in enumerate(ffn))
     if d.spec.arch in ONE_IS_SLIDING and not d.profile[ONE_IS_GLOBAL]:
         return tuple((kind.translate(SWAPPED), n) for kind, n in runs)
     return runs
@@ -221,3 +224,9 @@ def nas_blocks(d: Deployment) -> list[Layer]:
             )
         )
     return out
+
+
+SELECTORS = (
+    *(once, whole, windowed_half, both_sublayers, linear, full, leading_dense, after_dense),
+    *(hybrid_attention, gemma_attention, shared_expert_tail, nas_blocks),
+)

@@ -209,3 +209,6 @@ def mlp(
     yield p.gemm(at, names[0], up, h, quant, token_div=token_div, split=split)
     yield p.mem(at, names[1], up, down, token_div=token_div, split=split)
     yield p.gemm(at, names[2], h, down, quant, low=low, token_div=token_div, split=split)
+
+
+PARTS = (embedding, sharded_embedding, logits, decode_logits, forgotten_logits, p2p, split_p2p)

@@ -167,3 +167,6 @@ def draft_model(verifier: Phase, at: Layer) -> Iterator[Op]:
     yield p.allreduce(twice, "ar")
     yield p.gemm(Layer(count=DRAFT_LAYERS * once), "kv_proj_gemm", kv_width, h)
     yield from logits(p, Layer(count=once))
+
+
+PARTS = (mamba2, delta_net, kda, gated_mla, attention_residual, draft_model)

@@ -59,6 +59,7 @@ class Extra:
     compress_runs: tuple[tuple[int, int], ...] = ()
     # layers of several kinds
     layer_runs: Runs = ()
+    global_every: int = 0  # layers from one global one to the next, where the architecture fixes it
     sliding_window_size: int = 0
     dense_inter_size: int = 0
     swa_num_heads: int = 0
