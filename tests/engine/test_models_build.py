@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from perfcast_engine.config import MoeComm, ParallelConfig
+from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
 from perfcast_engine.models.build import ModelPlan, build
 from perfcast_engine.models.deployment import Deployment
@@ -18,9 +18,9 @@ from perfcast_engine.models.rules import complete
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.ops.base import Op, Role
 from perfcast_engine.ops.composite import Fallback, Overlap
-from perfcast_engine.profiles import CORRECTED, REFERENCE
 
 REGISTRY = Registry.load()
+REFERENCE, CORRECTED = "reference", "corrected"
 BF16 = QuantModes("bfloat16", "bfloat16", "bfloat16", "bfloat16", "half")
 FP8 = QuantModes("fp8_block", "fp8_block", "fp8", "bfloat16", "half")
 DEEPEP = MoeComm("deepep_ht", "deepep_ll")
@@ -31,10 +31,11 @@ def deployment(
 ) -> Deployment:
     """The model on one GPU, or on the widths among ``more``; in the reference profile."""
     widths = {name: more.pop(name) for name in ("tp", "pp", "attn_dp", "cp", "moe_tp", "moe_ep") if name in more}
+    comm, nextn = more.pop("comm", FUSED), more.pop("nextn", 0)
     spec = (model if isinstance(model, ModelSpec) else REGISTRY.get(model)).with_layers(layers)
-    parallel = ParallelConfig(**({"moe_ep": 1} | widths))
-    fixed = {"system": "b200_sxm", "gpus_per_node": 8, "profile": REFERENCE}
-    return Deployment(spec=spec, parallel=complete(spec, parallel), modes=modes, backend=backend, **(fixed | more))
+    config = EngineConfig(model=spec, system="b200_sxm", backend=backend, **({"profile": "reference"} | more))
+    parallel = complete(spec, ParallelConfig(**({"moe_ep": 1} | widths)))
+    return Deployment(config=config, spec=spec, parallel=parallel, modes=modes, gpus_per_node=8, nextn=nextn, comm=comm)
 
 
 def plan(model: str | ModelSpec, *args: Any, **more: Any) -> ModelPlan:
@@ -93,7 +94,7 @@ def test_kimi_k3_drafts_with_a_model_of_its_own():
 
 
 def test_moe_prefill_runs_the_lm_head_unless_the_reference_is_reproduced():
-    listed = {p.name: plan("Qwen/Qwen3-30B-A3B", profile=p) for p in (REFERENCE, CORRECTED)}
+    listed = {name: plan("Qwen/Qwen3-30B-A3B", profile=name) for name in (REFERENCE, CORRECTED)}
     assert named(listed["reference"].context, "context_logits_gemm") is None
     head = named(listed["corrected"].context, "context_logits_gemm")
     assert (head.n, head.k, head.scale, head.role) == (151936, 2048, 1, Role.LOGITS)
@@ -116,7 +117,7 @@ def test_mimo_v2_flash_has_nine_global_layers(profile, full, sliding):
     attention = [op for op in build(d).context if op.name == "context_attention"]
     assert sum(op.scale for op in attention if op.window == 0) == full
     assert sum(op.scale for op in attention if op.window == 128) == sliding
-    if profile is CORRECTED:  # global: 4 heads of 192 + 128, sliding: 8 heads of 192 + 128 over 128 tokens
+    if profile == CORRECTED:  # global: 4 heads of 192 + 128, sliding: 8 heads of 192 + 128 over 128 tokens
         assert kv_curve(d).bytes(1000) == 9 * 4 * 320 * 1000 + 39 * 8 * 320 * 128
     else:  # every layer as if it were global with values as wide as keys
         assert kv_curve(d).bytes(1000) == 48 * 4 * 2 * 192 * 1000

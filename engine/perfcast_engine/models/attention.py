@@ -208,7 +208,7 @@ def overlapped_mla(p: Phase, at: Layer) -> Iterator[Op]:
 
 def wide_mla(p: Phase, at: Layer) -> Iterator[Op]:
     """DeepSeek attention under large EP of SGLang, measured as one unit behind the down-projection."""
-    backend, modes = p.d.attention_backend, p.d.modes
+    backend, modes = p.d.config.attention_backend, p.d.modes
     fields = {
         "heads": 128 // p.tp,
         "kv_quant": modes.kv,

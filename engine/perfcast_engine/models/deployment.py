@@ -4,35 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perfcast_engine.config import FUSED, MoeComm, ParallelConfig
+from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig
 from perfcast_engine.models.quantization import QuantModes
 from perfcast_engine.models.spec import ModelSpec
-from perfcast_engine.profiles import CORRECTED, NORMS_NAME_ATTENTION, Profile
+from perfcast_engine.profiles import NORMS_NAME_ATTENTION, Profile, profile_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """Resolved inputs of the builder. Of ``parallel`` moe_tp and moe_ep are set for every MoE model.
+    """A configuration and what it resolves to. Of ``parallel`` moe_tp and moe_ep are set for every MoE model; ``comm``
+    is the large-EP all-to-all of each phase."""
 
-    ``comm``: large-EP all-to-all of each phase; ``distribution``: how tokens load the experts, before its alpha.
-    """
-
+    config: EngineConfig
     spec: ModelSpec
     parallel: ParallelConfig
     modes: QuantModes
-    backend: str
-    system: str
     gpus_per_node: int
     nextn: int = 0
     comm: MoeComm = FUSED
-    moe_backend: str | None = None
-    attention_backend: str | None = None
-    eplb: bool = False
-    slots: int | None = None
-    distribution: str = "power_law"
-    encoder_dp: bool = True
-    language_only: bool = False
-    profile: Profile = CORRECTED
+
+    @property
+    def backend(self) -> str:
+        return self.config.backend
+
+    @property
+    def profile(self) -> Profile:
+        return profile_named(self.config.profile)
 
     @property
     def tp(self) -> int:

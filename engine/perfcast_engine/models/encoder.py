@@ -16,12 +16,12 @@ def encoder_ops(d: Deployment) -> Iterator[Op]:
     """Operators of the tower: layers, then one projector an instance, then the exchange of images that ranks encoded
     apart. Empty for a language model."""
     x = d.spec.x
-    if not x.depth or d.language_only:
+    if not x.depth or d.config.language_only:
         return
-    p, ranks = Phase(d, Family(""), "encoder_", True), 1 if d.encoder_dp else d.tp
+    p, ranks = Phase(d, Family(""), "encoder_", True), 1 if d.config.encoder_dp else d.tp
     yield from _tower(p, Layer(count=x.depth), ranks)
     yield from _projectors(p, Layer(count=x.projector_n_instances), ranks)
-    if d.encoder_dp and d.tp > 1:
+    if d.config.encoder_dp and d.tp > 1:
         elements = x.out_hidden_size * x.projector_n_instances * d.tp
         yield p.collective(Layer(), "dp_all_gather", "all_gather", elements, d.tp)
 

@@ -60,7 +60,7 @@ def relu2_mlp(p: Phase, at: Layer) -> Iterator[Op]:
 
 def distribution(p: Phase) -> str:
     """The name of the expert load that tables are keyed by."""
-    base, alpha, balanced = p.d.distribution, p.row.alpha, p.d.eplb and bool(p.d.comm)
+    base, alpha, balanced = p.d.config.workload_distribution, p.row.alpha, p.d.config.eplb and bool(p.d.comm)
     if base != BASE_DISTRIBUTION:
         return base
     if balanced and p.d.backend == "trtllm":
@@ -140,7 +140,7 @@ def experts_and_shared(p: Phase, at: Layer) -> Iterator[Op]:
 
 def mega_experts_and_shared(p: Phase, at: Layer) -> Iterator[Op]:
     """DeepSeek-V4: exchange and experts in one kernel where that backend was chosen."""
-    if p.d.moe_backend != "megamoe":
+    if p.d.config.moe_backend != "megamoe":
         yield from experts_and_shared(p, at)
         return
     dist = distribution(p)
@@ -227,8 +227,8 @@ def all_to_all(p: Phase, at: Layer) -> Iterator[Op]:
                 distribution=distribution(p),
                 attn_dp=d.parallel.attn_dp,
                 phase=p.name,
-                slots=d.slots or moe.experts,
-                eplb=d.eplb and backend.deep,
+                slots=d.config.slots or moe.experts,
+                eplb=d.config.eplb and backend.deep,
             )
         yield p.op(
             MoeAllToAll,
@@ -237,7 +237,7 @@ def all_to_all(p: Phase, at: Layer) -> Iterator[Op]:
             **spread,
             phase=step,
             comm_backend=backend.name,
-            comm_dtype=wire_dtype(backend, p.name, step, d.modes.moe, d.system),
+            comm_dtype=wire_dtype(backend, p.name, step, d.modes.moe, d.config.system),
             nodes=d.nodes,
             sms=backend.sms,
             attn_tp=p.tp * d.parallel.cp if backend.deep and p.context else 1,
@@ -333,7 +333,7 @@ def _gated_shared_pieces(p: Phase, at: Layer) -> dict[str, list[Op]]:
     return {
         "R": [router(p, at)] if p.spec.moe.experts >= ROUTER_FROM else [],
         "D": [] if local else [pre],
-        "X": [experts(p, at, h, mode, is_context=p.context, moe_backend=d.moe_backend)],
+        "X": [experts(p, at, h, mode, is_context=p.context, moe_backend=d.config.moe_backend)],
         "P": [dispatch(p, at, False, h, mode, **exchange)],
         "S": shared if width else [],
         "M": [p.mem(at, "shared_merge", (3 if form.fuses_gate else 2) * h, h)] if width else [],

@@ -16,7 +16,6 @@ from perfcast_engine.models.rules import complete, is_moe
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.ops.attention import ContextAttention, GenerationAttention
 from perfcast_engine.ops.base import Op
-from perfcast_engine.profiles import profile_named
 from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import TRANSFER_PRESETS, Database
 from perfcast_engine.tables.lanes import lane_order
@@ -78,22 +77,13 @@ def resolve(config: EngineConfig, catalog: Catalog, registry: Registry) -> Engin
     parallel = complete(spec, config.parallel)
     modes, comm = modes_and_comm(config, spec, parallel, db)
     deployment = Deployment(
+        config=config,
         spec=spec,
         parallel=parallel,
         modes=modes,
-        backend=db.backend,
-        system=db.system.name,
         gpus_per_node=db.system.gpus_per_node,
         nextn=drafted(config, spec),
         comm=comm,
-        moe_backend=config.moe_backend,
-        attention_backend=config.attention_backend,
-        eplb=config.eplb,
-        slots=config.slots,
-        distribution=config.workload_distribution,
-        encoder_dp=config.encoder_dp,
-        language_only=config.language_only,
-        profile=profile_named(config.profile),
     )
     return Engine(config, with_lanes(build(deployment), db), db)
 
@@ -107,14 +97,16 @@ def drafted(config: EngineConfig, spec: ModelSpec) -> int:
 
 def measured_fmha(db: Database, name: str, kv: str | None) -> frozenset[str]:
     """Attention modes that a context table has rows of, beside cache mode ``kv`` if given (spec/05 3.7)."""
-    found: set[str] = set()
-    for part in FMHA_TABLES.get(name, (name,)):
-        table = db.find(part)
-        if table is not None:
+
+    def look() -> frozenset[str]:
+        found: set[str] = set()
+        for table in filter(None, map(db.find, FMHA_TABLES.get(name, (name,)))):
             column = next(column for column in FMHA_COLUMNS if column in table.key)
             beside = {} if kv is None else {"kv_cache_dtype": kv}
             found |= {mode for mode in table.vocab[column] if table.holds(**{column: mode}, **beside)}
-    return frozenset(found)
+        return frozenset(found)
+
+    return db.kept(("fmha modes", name, kv), look)
 
 
 def modes_and_comm(
@@ -221,5 +213,7 @@ def _laned(op: Op, db: Database, d: Deployment) -> Op:
     table = LANE_TABLES.get(type(op))
     if table is None or not isinstance(op, ContextAttention | GenerationAttention):
         return op
-    lanes = db.kept(("lanes", table, d.attention_backend), lambda: lane_order(db, table, d.attention_backend))
+    lanes = db.kept(
+        ("lanes", table, d.config.attention_backend), lambda: lane_order(db, table, d.config.attention_backend)
+    )
     return replace(op, lanes=lanes)

@@ -124,14 +124,14 @@ RULES = (
     Rule(
         "moe_backend",
         "moe_backend",
-        lambda d: d.spec.family == "QWEN35" and d.moe_backend == "megamoe",
+        lambda d: d.spec.family == "QWEN35" and d.config.moe_backend == "megamoe",
         "megamoe does not run this family",
         unsupported=True,
     ),
     Rule(
         "retired_deepep",
         "moe_backend",
-        lambda d: d.spec.family == "QWEN35" and d.spec.moe.experts > 0 and d.moe_backend == "deepep_moe",
+        lambda d: d.spec.family == "QWEN35" and d.spec.moe.experts > 0 and d.config.moe_backend == "deepep_moe",
         "deepep_moe is retired",
         unsupported=True,
     ),
@@ -140,7 +140,7 @@ RULES = (
         "moe_backend",
         lambda d: (
             d.spec.family == "DEEPSEEKV4"
-            and d.moe_backend == "megamoe"
+            and d.config.moe_backend == "megamoe"
             and (d.backend != "sglang" or d.moe_tp != 1 or d.moe_ep <= 1)
         ),
         "megamoe needs SGLang, moe_tp 1 and moe_ep above 1",
@@ -163,8 +163,8 @@ RULES = (
         "slots",
         lambda d: (
             _wide(d, "trtllm", WIDE_WITH_SHARED)
-            and d.slots is not None
-            and (d.slots < d.spec.moe.experts or (d.slots > d.spec.moe.experts and not d.eplb))
+            and d.config.slots is not None
+            and (d.config.slots < d.spec.moe.experts or (d.config.slots > d.spec.moe.experts and not d.config.eplb))
         ),
         "must be at least the {d.spec.moe.experts} experts, and more only with eplb",
     ),
@@ -179,7 +179,7 @@ RULES = (
         "encoder_dp",
         lambda d: (
             d.spec.x.num_heads > 0
-            and not (d.encoder_dp or d.language_only)
+            and not (d.config.encoder_dp or d.config.language_only)
             and d.spec.x.num_heads % d.tp + d.spec.x.intermediate_size % d.tp > 0
         ),
         "without encoder_dp tp must divide the heads and the FFN of the vision tower",
