@@ -146,7 +146,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 kv_reserved=0.015,
                 kv_fraction=(("", 0.9),),
                 kv_derived=None,
-                excludes=(("dp", "tp"),),
+                excludes=(("attn_dp", "tp"),),
                 context_parallel=False,
                 same_tp=False,
             ),

@@ -52,7 +52,7 @@ REASONS: dict[str, set[Reason]] = {
     "EmpiricalNotImplementedError": {Reason.EMPIRICAL_BASIS_MISSING},
     "MissingSystemFlopsError": {Reason.SYSTEM_FLOPS_MISSING},
     "SolNotImplementedError": {Reason.SOL_NOT_DEFINED},
-    "ValueError": CONFIG,
+    "ValueError": CONFIG | {Reason.OUT_OF_MEMORY},  # "no KV budget"
     "KeyError": CONFIG,
     "AssertionError": CONFIG,
     "NotImplementedError": CONFIG,
@@ -69,6 +69,10 @@ class NotSupported(Exception):
     """A handler raises this for a case that the product cannot answer yet."""
 
 
+class Incomplete(Exception):
+    """A handler raises this for a case that does not record what was asked; it is set aside and not counted."""
+
+
 @dataclass
 class Group:
     """The tally of one group of cases."""
@@ -78,6 +82,7 @@ class Group:
     worst: float = 0.0
     wrong_errors: int = 0
     unsupported: int = 0
+    incomplete: int = 0
 
 
 def relative_error(expected: float, actual: float) -> float:
@@ -118,6 +123,10 @@ def check_case(case: dict[str, Any], handler: Any, group: Group) -> str | None:
     wanted = expected.get("error") if isinstance(expected, dict) else None
     try:
         actual = handler.evaluate(case)
+    except Incomplete:
+        group.cases -= 1
+        group.incomplete += 1
+        return None
     except NotSupported as error:
         group.unsupported += 1
         return f"not supported: {error}"
@@ -188,13 +197,14 @@ def main(arguments: list[str] | None = None) -> int:
         total.worst = max(total.worst, group.worst)
         total.wrong_errors += group.wrong_errors
         total.unsupported += group.unsupported
+        total.incomplete += group.incomplete
     if options.json:
         print(json.dumps({"groups": {name: asdict(g) for name, g in groups.items()}, "total": asdict(total)}))
     else:
-        row = "{:<42}{:>8}{:>8}{:>12}{:>8}{:>13}"
-        print(row.format("group", "cases", "within", "worst rel", "errors", "unsupported"))
+        row = "{:<42}{:>8}{:>8}{:>12}{:>8}{:>13}{:>12}"
+        print(row.format("group", "cases", "within", "worst rel", "errors", "unsupported", "incomplete"))
         for name, g in [*groups.items(), ("total", total)]:
-            print(row.format(name, g.cases, g.within, f"{g.worst:.2g}", g.wrong_errors, g.unsupported))
+            print(row.format(name, g.cases, g.within, f"{g.worst:.2g}", g.wrong_errors, g.unsupported, g.incomplete))
     return 0 if total.cases and total.within == total.cases else 1
 
 

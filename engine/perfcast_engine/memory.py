@@ -1,0 +1,256 @@
+"""Memory of one GPU: the five components, whether they fit, and how much KV cache is left (spec/06 section 4).
+
+Bytes everywhere; counts of requests and tokens are per attention-DP rank. Arrays broadcast to (N,) points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from perfcast_engine.answer import F64, Mask
+from perfcast_engine.backends import GIB, KV_TOLERANCE, WORKSPACE_FAMILIES, Backend
+from perfcast_engine.errors import InvalidField, OutOfMemory, UnsupportedCombination
+from perfcast_engine.system import SystemSpec
+
+WIDTHS = (1, 2, 4, 8)  # tensor-parallel widths with figures; wider ones use the last
+WORKSPACE_BLOCK, WORKSPACE_BYTES = 128, 4  # one float32 scale for each block of a routed activation
+OF_FREE, OF_TOTAL = "of_free", "of_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Resident bytes of one GPU at N points, each field float64 (N,)."""
+
+    weights: F64
+    activations: F64
+    kv: F64
+    nccl: F64
+    others: F64
+
+    @property
+    def total(self) -> F64:
+        return self.weights + self.activations + self.kv + self.nccl + self.others
+
+    @property
+    def fixed(self) -> F64:
+        """All but the KV cache."""
+        return self.total - self.kv
+
+    @property
+    def gib(self) -> F64:
+        return self.total / GIB
+
+    def take(self, which: Any) -> Footprint:
+        return Footprint(*(part[which] for part in self.parts().values()))
+
+    def parts(self) -> dict[str, F64]:
+        return {
+            "weights": self.weights,
+            "activations": self.activations,
+            "kv": self.kv,
+            "nccl": self.nccl,
+            "others": self.others,
+        }
+
+    def larger(self, other: Footprint, where: Mask) -> Footprint:
+        """This footprint, but ``other`` at the points of ``where`` at which that takes more."""
+        swap = where & (other.total > self.total)
+        pairs = zip(self.parts().values(), other.parts().values(), strict=True)
+        return Footprint(*(np.where(swap, theirs, own) for own, theirs in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class KvCapacity:
+    """KV cache that one GPU holds. ``tokens`` of one sequence, after the tolerance; ``breakdown`` in whole bytes."""
+
+    capacity_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    bytes_per_token: int
+    breakdown: dict[str, int]
+    source: str  # native, or naive where the model could not be built
+    within_tolerance: tuple[int, int] | None = None  # bytes and tokens left after the tolerance
+
+    def blocks(self, block_size: int) -> int:
+        if block_size < 1:
+            raise InvalidField("block_size", "must be at least 1")
+        tokens = self.within_tolerance[1] if self.within_tolerance else self.kv_tokens
+        return tokens // block_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """What one GPU of an engine holds. ``weight_bytes``: of all pipeline stages; ``attention_width``: heads x size;
+    ``kv_bytes``: sequence lengths (N,) to bytes of one sequence; ``kv_tokens``: bytes to the longest one."""
+
+    system: SystemSpec
+    backend: Backend
+    version: str
+    family: str
+    attention_width: int
+    hidden: int
+    experts: int
+    topk: int
+    tp: int
+    pp: int
+    dp: int
+    moe_ep: int
+    nextn: int
+    weight_bytes: float
+    kv_bytes: Callable[[F64], F64]
+    kv_tokens: Callable[[float], int]
+
+    @property
+    def capacity(self) -> float:
+        if self.system.mem_capacity is None:
+            raise UnsupportedCombination("system", f"{self.system.name} states no memory capacity")
+        return self.system.mem_capacity
+
+    @property
+    def width(self) -> int:
+        width = min(self.tp, WIDTHS[-1])
+        if width not in WIDTHS:
+            raise UnsupportedCombination(
+                "tp", f"no activation figures for a width of {self.tp}; use 1, 2, 4, 8 or more"
+            )
+        return width
+
+    def footprint(
+        self,
+        batch: Any,
+        isl: Any,
+        osl: Any,
+        num_tokens: Any = 0,
+        prefix: Any = 0,
+        *,
+        beam: Any = 1,
+        max_seq_len: Any = None,
+        drafted: Any = None,
+        mtp: bool = True,
+        encoder: tuple[Any, Any] = (0.0, 0.0),
+    ) -> Footprint:
+        """Bytes held with ``batch`` sequences of isl + beam * osl tokens (or ``max_seq_len``), ``num_tokens`` in flight
+        (0: the uncached prompts). ``drafted``: how many of those carry draft tokens (None: all); ``encoder``: weights
+        and activations of a vision encoder in the same process."""
+        batch, isl, osl, tokens, prefix, beam = np.broadcast_arrays(
+            *(np.atleast_1d(np.asarray(v, np.float64)) for v in (batch, isl, osl, num_tokens, prefix, beam))
+        )
+        tokens = np.where(tokens == 0, (isl - prefix) * batch, tokens)
+        length = isl + beam * osl if max_seq_len is None else np.broadcast_to(np.asarray(max_seq_len, float), isl.shape)
+        full = np.ones_like(tokens)
+        other = self.system.other_mem * (1 + self.backend.other_overhead)
+        return Footprint(
+            full * (self.weight_bytes / self.pp + encoder[0]),
+            self._activations(tokens, drafted, mtp) + encoder[1],
+            batch * self.kv_bytes(length),
+            full * self.system.nccl_mem.get(self.width, 0.0),
+            full * other,
+        )
+
+    def _activations(self, tokens: F64, drafted: Any, mtp: bool) -> F64:
+        backend = self.backend
+        coefficients = backend.activation.get(self.family, backend.activation[""])
+        held = 2 * tokens * self.attention_width * coefficients[WIDTHS.index(self.width)]
+        if self.family in WORKSPACE_FAMILIES and self.experts:
+            by_hidden = "" in backend.workspace_by_hidden or self.family in backend.workspace_by_hidden
+            row = self.hidden if by_hidden else self.attention_width
+            routed = tokens * row * self.dp * self.experts * self.topk / self.moe_ep
+            held = held + routed / WORKSPACE_BLOCK * WORKSPACE_BYTES
+        held = np.maximum(held, backend.activation_floor)
+        if mtp and self.nextn > 0:
+            held = held * self._draft_factor(tokens, drafted)
+        return held * (1 + backend.activation_overhead)
+
+    def _draft_factor(self, tokens: F64, drafted: Any) -> F64 | float:
+        if drafted is None:
+            return self.nextn + 1
+        some = np.clip(np.asarray(drafted, np.float64), 0, tokens)
+        safe = np.maximum(tokens, 1)
+        return np.where(tokens > 0, (tokens - some + some * (self.nextn + 1)) / safe, self.nextn + 1)
+
+    def kv_fraction(self, given: float | None = None, fixed: bool = False) -> float:
+        """The share of memory that the KV cache may fill: as ``given``, else the framework's own default
+        (``fixed``: even where the framework derives one)."""
+        if given is not None:
+            if not 0 <= given <= 1:
+                raise InvalidField("free_gpu_memory_fraction", f"must lie in [0, 1], not {given!r}")
+            return given
+        if self.backend.kv_derived is not None and not fixed:
+            return self.backend.kv_derived(self.capacity, self.tp, self.pp, self.dp)
+        return next(value for prefix, value in self.backend.kv_fraction if self.version.startswith(prefix))
+
+    def kv_budget(
+        self, fixed: F64, fraction: float, reserved: float | None = None, tolerance: float = KV_TOLERANCE
+    ) -> F64:
+        """Bytes that the KV cache may take beside ``fixed`` bytes of everything else."""
+        share = fraction * (1 - (self.backend.kv_reserved if reserved is None else reserved)) * (1 - tolerance)
+        return (self.capacity - fixed) * share if self.backend.kv_of_free else self.capacity * share - fixed
+
+    def verdict(self, footprint: Footprint, fraction: float) -> tuple[Mask, Mask]:
+        """(out of memory, KV cache over its budget) at each point; the second is False where the first holds."""
+        out = footprint.total >= self.capacity
+        return out, ~out & (footprint.kv > self.kv_budget(footprint.fixed, fraction))
+
+    def largest_batch(self, isl: int, osl: int, fraction: float | None = None, limit: int = 4096) -> int:
+        """The most concurrent sequences of isl + osl tokens per rank that fit, up to ``limit``; 0 if none does."""
+        batch = np.arange(1, limit + 1, dtype=np.float64)
+        out, over = self.verdict(self.footprint(batch, isl, osl, num_tokens=batch), self.kv_fraction(fraction))
+        return int(np.count_nonzero(~(out | over)))
+
+    def kv_capacity(
+        self,
+        max_num_tokens: int,
+        fraction: float,
+        kind: str | None = None,
+        tolerance: float | None = None,
+        capacity_bytes: float | None = None,
+    ) -> KvCapacity:
+        """The KV cache that an engine finds at start-up, sized for ``max_num_tokens`` in flight (spec/06 4.3).
+
+        ``kind``: of_free or of_total, which must be the framework's own. Raises OutOfMemory when nothing is left.
+        """
+        check_capacity_request(self.backend, kind, fraction, tolerance)
+        model = self if capacity_bytes is None else replace(
+            self, system=replace(self.system, mem_capacity=capacity_bytes)
+        )  # fmt: skip
+        held = model.footprint(1, 1, 1, max_num_tokens, mtp=False)
+        fixed = float((held.weights + held.activations + held.others + held.nccl)[0])
+        budget = float(model.kv_budget(np.array([fixed]), fraction, reserved=0.0, tolerance=0.0)[0])
+        if budget <= 0:
+            raise OutOfMemory(
+                f"no KV budget: weights, activations and overheads take {int(fixed)} of {int(model.capacity)} bytes",
+                fixed_bytes=str(int(fixed)),
+                capacity_bytes=str(int(model.capacity)),
+            )
+        per_token = math.floor(float(self.kv_bytes(np.ones(1))[0]))
+        if per_token <= 0:
+            raise UnsupportedCombination("model", f"no KV cache figures for the {self.family} family")
+        left = None
+        if tolerance is not None:
+            shrunk = math.floor(math.floor(budget) * (1 - tolerance))
+            left = (shrunk, self.kv_tokens(shrunk))
+        breakdown = {
+            "weights": int(held.weights[0]),
+            "activations": int(held.activations[0]),
+            "others": int(held.others[0]),
+            "nccl": int(held.nccl[0]),
+        }
+        kv_tokens = self.kv_tokens(budget)
+        return KvCapacity(
+            int(model.capacity), math.floor(budget), kv_tokens, per_token, breakdown, "native", left
+        )  # fmt: skip
+
+
+def check_capacity_request(backend: Backend, kind: str | None, fraction: float, tolerance: float | None) -> None:
+    own = OF_FREE if backend.kv_of_free else OF_TOTAL
+    if kind is not None and kind != own:
+        raise InvalidField("memory_fraction_kind", f"{backend.name} takes {own}, not {kind!r}", why="fraction_kind")
+    if not 0 <= fraction <= 1:
+        raise InvalidField("memory_fraction", f"must lie in [0, 1], not {fraction!r}", why="range")
+    if tolerance is not None and not 0 <= tolerance < 1:
+        raise InvalidField("tolerance_fraction", f"must lie in [0, 1), not {tolerance!r}", why="range")

@@ -1,0 +1,187 @@
+"""In-flight batching: prefill chunks and decode share the iterations of one engine (spec/06 section 3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from perfcast_engine.answer import F64
+from perfcast_engine.backends import Backend
+from perfcast_engine.errors import InvalidField
+from perfcast_engine.memory import Footprint
+from perfcast_engine.profiles import (
+    DECODE_SATURATES,
+    FIRST_TOKEN_FREE,
+    LONE_REQUEST_QUEUES,
+    SCHEDULE_COUNTS_PREFIX,
+    Profile,
+)
+from perfcast_engine.serving.rows import Rows
+from perfcast_engine.serving.worker import Served, Worker
+from perfcast_engine.serving.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Iterations that serve one batch, each field (N,): how many mix prefill and decode, how many only decode, and
+    how many requests decode in each. ``charged``: mixed iterations that count towards TPOT."""
+
+    prefill_steps: F64
+    decode_iterations: F64
+    mixed: F64
+    mixed_decodes: F64
+    charged: F64
+    decode_only: F64
+    decodes: F64
+    chunks: F64  # iterations of one prompt
+    prompts: F64  # prompts of one iteration
+    queue: F64  # TTFT over the prefill time of a prompt
+
+
+def schedule(
+    backend: Backend, profile: Profile, batch: F64, ctx_tokens: F64, prompt: int, osl: int, accepted: float
+) -> Schedule:
+    """How ``batch`` requests of ``prompt`` tokens to compute share iterations of ``ctx_tokens`` prefill tokens."""
+    iterations = 1 + max(osl - 1, 0) / (1 + accepted)
+    steps = np.ceil(prompt * batch / ctx_tokens)
+    prompts, chunks = np.ceil(ctx_tokens / prompt), np.ceil(prompt / ctx_tokens)
+    lone, bound = batch == 1, steps >= iterations
+    rest = np.maximum(1, batch - prompts)
+    saturates = backend.decode_saturates and profile[DECODE_SATURATES]
+    fed = np.maximum(1, np.floor_divide(batch, steps / iterations)) if saturates else rest
+    queue = backend.queue(steps, batch)
+    decoding = osl > 1 or profile[FIRST_TOKEN_FREE]  # prefill yields the first token
+    return Schedule(
+        prefill_steps=steps,
+        decode_iterations=np.full(len(batch), iterations),
+        mixed=np.where(lone, 1, steps),
+        mixed_decodes=np.where(lone, 0, np.where(bound, fed, rest)) * decoding,
+        charged=np.where(lone, 0, np.where(bound, steps, np.maximum(1, steps - backend.ramp_steps))) * decoding,
+        decode_only=np.where(lone, max(iterations - 1, 0), np.where(bound, 0, iterations - steps)),
+        decodes=np.where(lone, 1, np.where(bound, 0, batch)),
+        chunks=chunks,
+        prompts=prompts,
+        queue=queue if profile[LONE_REQUEST_QUEUES] else np.where(lone, 1.0, queue),
+    )
+
+
+def prompt_to_compute(worker: Worker, load: Workload) -> int:
+    """Tokens of a prompt that take part of an iteration's budget."""
+    return worker.prompt_tokens(load) - (0 if worker.profile[SCHEDULE_COUNTS_PREFIX] else load.prefix)
+
+
+def aggregated_memory(
+    worker: Worker,
+    load: Workload,
+    batch: F64,
+    ctx_tokens: F64,
+    *,
+    max_seq_len: int | None = None,
+    max_num_tokens: int | None = None,
+) -> Footprint:
+    """Memory of an in-flight batch (N,). ``max_seq_len``, ``max_num_tokens``: what the engine is built for, where its
+    framework sizes memory by that."""
+    memory, isl, budget = worker.memory, worker.prompt_tokens(load), worker.memory.backend.token_budget
+    encoder = worker.encoder_bytes(load, batch)
+    if budget is not None:
+        tokens = budget if max_num_tokens is None else max_num_tokens
+        return memory.footprint(batch, isl, load.osl, tokens, load.prefix, max_seq_len=max_seq_len, encoder=encoder)
+    lone = batch == 1
+    decodes = np.where(lone, 0, batch - np.ceil(ctx_tokens / prompt_to_compute(worker, load)))
+    mixed = memory.footprint(batch, isl, load.osl, decodes + ctx_tokens, load.prefix, drafted=decodes, encoder=encoder)
+    if load.osl == 1 or not lone.any():
+        return mixed
+    return mixed.larger(memory.footprint(batch, isl, load.osl, 1, load.prefix, encoder=encoder), lone)
+
+
+def aggregated(
+    worker: Worker,
+    load: Workload,
+    batch: Any,
+    ctx_tokens: Any,
+    *,
+    accepted: float = 0.0,
+    max_seq_len: int | None = None,
+    max_num_tokens: int | None = None,
+    memory: Footprint | None = None,
+    operators: bool = False,
+) -> Served:
+    """``batch`` requests per rank in flight, ``ctx_tokens`` prefill tokens an iteration; both (N,).
+
+    ``accepted``: draft tokens accepted per decode step, at most the draft depth. Latencies are NaN where data miss.
+    """
+    batch, ctx = (np.atleast_1d(np.asarray(v, np.float64)) for v in (batch, ctx_tokens))
+    batch, ctx = np.broadcast_arrays(batch, ctx)
+    _check(worker, batch, ctx, accepted)
+    isl, profile, p = worker.prompt_tokens(load), worker.profile, worker.parallel
+    if memory is None:
+        memory = aggregated_memory(
+            worker, load, batch, ctx, max_seq_len=max_seq_len, max_num_tokens=max_num_tokens
+        )  # fmt: skip
+    prompt = prompt_to_compute(worker, load)
+    plan = schedule(worker.memory.backend, profile, batch, ctx, prompt, load.osl, accepted)
+    prompt_tokens = ctx if prompt == isl else np.round(ctx * isl / prompt)  # with what is cached of them
+    mixed = worker.step.mixed(prompt_tokens, plan.mixed_decodes, isl, load.osl, load.prefix, operators=operators)
+    decode = worker.step.decode_step(plan.decodes, isl, load.osl, operators=operators)
+    encode, rest, zero = worker.encode_ms(load, batch), max(load.osl - 1, 0), np.zeros(len(batch))
+    dispatch = worker.memory.backend.dispatch_ms_per_layer * worker.layers
+    ttft = encode + (mixed.ms * plan.chunks + dispatch) * plan.queue
+    counted = plan.charged + plan.decode_only
+    tpot = _ratio(mixed.ms * plan.charged + decode.ms * plan.decode_only, counted) / (1 + accepted)
+    span = encode + plan.mixed * mixed.ms + plan.decode_only * decode.ms
+    latency = ttft + tpot * rest
+    tokens = rest if profile[FIRST_TOKEN_FREE] else load.osl
+    rate = _ratio(1000.0, span) * batch * tokens
+    if worker.memory.backend.littles_law:
+        rate = np.where(latency > 0, np.minimum(rate, _ratio(batch * tokens * 1000, latency)), rate)
+    rate = rate * p.pp * p.attn_dp
+    per_s = rate / tokens if tokens else zero
+    energy = plan.mixed * mixed.energy + plan.decode_only * decode.energy
+    lone = batch == 1
+    rows = Rows(
+        {
+            "batch": batch,
+            "concurrency": batch * p.pp * p.attn_dp,
+            "ctx_tokens": ctx,
+            "ttft_ms": ttft,
+            "tpot_ms": tpot,
+            "request_latency_ms": latency,
+            "encode_ms": encode,
+            "requests_per_s": per_s,
+            "requests_per_s_per_gpu": per_s / p.gpus,
+            "tokens_per_s": rate,
+            "tokens_per_s_per_gpu": rate / p.gpus,
+            "tokens_per_s_per_user": np.where(rest > 0, _ratio(1000.0, tpot), 0.0),
+            "gpus": np.full(len(batch), p.gpus),
+            "memory_gib": memory.gib,
+            "power_w": _ratio(energy, span),
+            "balance": prompt * batch / ctx / plan.decode_iterations,
+            "prompts_per_step": np.where(lone, 1, plan.prompts),
+            "decodes_per_step": np.where(lone, 1, batch - plan.prompts),
+            "tokens_per_step": np.where(lone, ctx, batch - plan.prompts + ctx),
+            "mixed_steps": plan.mixed,
+            "mixed_step_ms": mixed.ms,
+            "mixed_step_decodes": plan.mixed_decodes,
+            "decode_steps": plan.decode_only,
+            "decode_step_ms": decode.ms,
+        }
+    )
+    return Served(rows, memory, {"mixed": mixed, "decode": decode})
+
+
+def _ratio(over: Any, under: F64) -> F64:
+    """over / under, 0 where ``under`` is not positive; NaN stays NaN."""
+    out: F64 = np.where(np.isnan(under), np.nan, 0.0)
+    np.divide(over, under, out=out, where=under > 0)
+    return out
+
+
+def _check(worker: Worker, batch: F64, ctx_tokens: F64, accepted: float) -> None:
+    if not (math.isfinite(accepted) and 0 <= accepted <= worker.step.nextn):
+        raise InvalidField("nextn_accepted", f"must lie in [0, {worker.step.nextn}], not {accepted!r}", why="range")
+    for name, values in (("batch", batch), ("ctx_tokens", ctx_tokens)):
+        if not ((values >= 1) & (values == np.floor(values))).all():
+            raise InvalidField(name, "must be whole numbers of at least 1", why="range")
