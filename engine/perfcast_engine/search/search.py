@@ -1,0 +1,257 @@
+"""Searches: every mapping of every role swept, matched, filtered, ranked (spec/06 sections 8-11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from perfcast_engine.answer import F64
+from perfcast_engine.backends import backend_named
+from perfcast_engine.config import EngineConfig, ParallelConfig
+from perfcast_engine.errors import EngineError, InvalidField
+from perfcast_engine.models.rules import is_moe
+from perfcast_engine.profiles import ROUNDED_ROWS, Profile, profile_named
+from perfcast_engine.search import grids, match
+from perfcast_engine.search.pick import (
+    Pick,
+    Violation,
+    closest,
+    eligible,
+    front,
+    pick,
+    pick_by_objective,
+    pick_for_load,
+)
+from perfcast_engine.search.space import Space, default_space, mappings
+from perfcast_engine.search.sweep import EngineLimits, Sweep, sweep_aggregated, sweep_role
+from perfcast_engine.search.task import (
+    AGGREGATED,
+    DECODE,
+    DISAGGREGATED,
+    PREFILL,
+    Cancelled,
+    Experiment,
+    Progress,
+    Role,
+    SearchResult,
+    SearchTask,
+    Status,
+    Workshop,
+)
+from perfcast_engine.serving.aggregated import prompt_to_compute
+from perfcast_engine.serving.disaggregated import with_transfer
+from perfcast_engine.serving.rows import Rows, concatenated
+from perfcast_engine.serving.static import Phases
+from perfcast_engine.serving.worker import Worker
+
+Report = Callable[[Progress], None]
+Asked = Callable[[], bool]
+
+
+def search(
+    task: SearchTask,
+    shop: Workshop,
+    progress: Report = lambda _: None,
+    cancelled: Asked = lambda: False,
+) -> SearchResult:
+    """All modes over all backends of a task. ``progress`` is told after every mapping; ``cancelled`` is asked before
+    every mapping and ends the search with Cancelled. Nothing found is an answer, not an error."""
+    profile = profile_named(task.engine.profile)
+    experiments = []
+    for backend in task.backends or (task.engine.backend,):
+        one = task.over(backend)
+        for mode in task.modes:
+            if mode == DISAGGREGATED and task.total_gpus == 1:
+                if len(task.modes) == 1:
+                    raise InvalidField("total_gpus", "disaggregation needs at least 2 GPUs", why="range")
+                continue
+            run = _Run(one, mode, shop, profile, progress, cancelled)
+            experiments.append(run.aggregated() if mode == AGGREGATED else run.disaggregated())
+    return SearchResult(profile.name, tuple(experiments))
+
+
+class _Run:
+    """One mode on one backend under way."""
+
+    def __init__(
+        self, task: SearchTask, mode: str, shop: Workshop, profile: Profile, progress: Report, cancelled: Asked
+    ) -> None:
+        self.task, self.mode, self.shop, self.profile = task, mode, shop, profile
+        self.progress, self.cancelled = progress, cancelled
+        self.backend = backend_named(task.engine.backend)
+        self.asked: dict[str, list[ParallelConfig]] = {}
+        self.engines: list[Worker] = []
+        self.refused: list[tuple[str, EngineError]] = []
+        self.sweeps: list[Sweep] = []
+        self.pairs = grids.target_pairs(task.targets, task.load.osl, task.swept)
+        self.limits = EngineLimits(
+            accepted=task.accepted, memory_fraction=task.memory_fraction, max_seq_len=task.max_seq_len
+        )
+
+    # --- sweeps ---
+
+    def sweep(
+        self, role: Role, config: EngineConfig, space: Space, one: Callable[[Worker], Sweep], report: bool
+    ) -> Rows:
+        """Every mapping of a role through ``one``; its rows with the index of their engine."""
+        config = replace(config, role="both" if role == AGGREGATED else role, resolution="search")
+        model, system = self.shop.model(config), self.shop.system(config)
+        megamoe = config.moe_backend == "megamoe"
+        default = default_space(
+            self.backend,
+            system,
+            model,
+            role,
+            moe_backend=config.moe_backend,
+            covered_ep=self.shop.covered_ep(config),
+            total_gpus=self.task.total_gpus,
+        )
+        allowed = space.over(default).within(self.task.total_gpus)
+        asked = self.asked[role] = list(mappings(allowed, self.backend, is_moe(model), megamoe))
+        parts: list[Rows] = []
+        built = zip(asked, self.shop.workers(config, asked), strict=True)
+        for done, (mapping, candidate) in enumerate(built, 1):
+            if self.cancelled():
+                raise Cancelled
+            if isinstance(candidate, EngineError):
+                self.refused.append((str(mapping), candidate))
+                continue
+            swept = one(candidate)
+            self.sweeps.append(swept)
+            if swept.error is not None:
+                self.refused.append((candidate.label, swept.error))
+            elif swept.rows is not None and len(swept.rows):
+                parts.append(swept.rows.with_(engine=np.full(len(swept.rows), len(self.engines))))
+                self.engines.append(candidate)
+            self._tell(done, len(asked), parts if report else [])
+        return concatenated(parts)
+
+    def _tell(self, done: int, total: int, parts: Sequence[Rows]) -> None:
+        rows = concatenated(parts)
+        best = self._front(rows) if len(rows) else np.zeros(0, np.intp)
+        self.progress(Progress(self.mode, self.task.engine.backend, done, total, rows, best))
+
+    def aggregated(self) -> Experiment:
+        task = self.task
+
+        def one(worker: Worker) -> Sweep:
+            chunks = grids.chunk_sizes(prompt_to_compute(worker, task.load), task.chunked_prefill)
+            batches = grids.up_to(grids.AGGREGATED_BATCHES, grids.MAX_BATCH)
+            return sweep_aggregated(worker, task.load, batches, chunks, self.limits, self.pairs)
+
+        rows = self.sweep(AGGREGATED, task.engine, task.space, one, True)
+        if not len(rows):
+            return self._nothing(concatenated([s.priced for s in self.sweeps if s.priced is not None]))
+        rows = rows.distinct().sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
+        return self._ranked(rows, self._groups(rows["engine"]))
+
+    def disaggregated(self) -> Experiment:
+        task = self.task
+        roles: tuple[tuple[Role, EngineConfig, Space, Phases, int], ...] = (
+            (PREFILL, task.engine, task.prefill_space, Phases.PREFILL, task.prefill_max_batch),
+            (DECODE, task.decode_engine or task.engine, task.decode_space, Phases.DECODE, task.decode_max_batch),
+        )
+        candidates: list[match.Role] = []
+        for name, config, space, phases, most in roles:
+            steps = grids.DECODE_BATCHES if name == DECODE else tuple(range(1, most + 1))
+            batches = grids.up_to(steps, most)
+
+            def one(worker: Worker, batches: F64 = batches, phases: Phases = phases) -> Sweep:
+                swept = sweep_role(worker, task.load, batches, phases, self.limits)
+                if phases is Phases.DECODE or swept.rows is None:
+                    return swept
+                factor = task.matching.ttft_factor
+                return replace(swept, rows=with_transfer(swept.rows, worker, task.load, task.kv_transfer, factor))
+
+            self.sweeps = []
+            rows = self.sweep(name, config, space, one, False)
+            if not len(rows):
+                return self._nothing(rows)
+            candidates.append(self._role(rows))
+        return self._matched(*candidates)
+
+    # --- disaggregated ---
+
+    def _role(self, rows: Rows) -> match.Role:
+        engine = rows["engine"]
+        tp = np.array([worker.parallel.tp for worker in self.engines])
+        exempt = np.array([worker.large_ep for worker in self.engines])
+        return match.Role(rows, self._groups(engine), tp[engine], exempt[engine])
+
+    def _matched(self, prefill: match.Role, decode: match.Role) -> Experiment:
+        task = self.task
+        large_ep = bool(prefill.exempt.any() or decode.exempt.any())
+        replica = replace(task.replica, same_tp=task.replica.same_tp or self.backend.same_tp)
+        counts = replica.counts(self.profile, task.total_gpus, large_ep)
+        shared = (task.load, task.matching)
+        if task.autoscale:
+            ttft, tpot = self.pairs[0][0], max(tpot for _, tpot in self.pairs)
+            rows = match.scaled_apart(prefill, decode, ttft, tpot, *shared, self.profile)
+        elif self.profile[ROUNDED_ROWS]:
+            rows = match.swept(prefill, decode, counts, replica, *shared, self.pairs)
+        else:
+            rows = match.every_pair(prefill, decode, counts, replica, *shared)
+        if not len(rows):
+            near = match.every_pair(prefill, decode, counts, replica, *shared)
+            return self._nothing(near, Status.UNMET)
+        rows = rows.sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
+        return self._ranked(rows, self._groups(rows["decode_engine"]))
+
+    # --- results ---
+
+    def _groups(self, engine: match.Index) -> match.Index:
+        """Rows of equally named mappings share a group; groups are in the order of the names."""
+        return np.unique([worker.label for worker in self.engines], return_inverse=True)[1][engine]
+
+    def _front(self, rows: Rows) -> match.Index:
+        score = self.task.score(rows)
+        return front(rows, score, self.task.targets, self.task.strict_sla)
+
+    def _ranked(self, rows: Rows, group: match.Index) -> Experiment:
+        task, profile = self.task, self.profile
+        if task.match_load is not None:
+            best = pick_for_load(rows, group, task.targets, task.match_load, task.top, profile)
+        elif task.objective is not None:
+            best = pick_by_objective(rows, group, task.objective, task.total_gpus, task.top)
+        else:
+            best = pick(rows, group, task.targets, task.total_gpus, task.top, profile)
+        met = bool(eligible(rows, task.targets, profile).any())
+        return self._experiment(Status.OK if met else Status.UNMET, rows, best, rows)
+
+    def _nothing(self, near: Rows, status: Status | None = None) -> Experiment:
+        if status is None:
+            fits, kv = any(s.fits_memory for s in self.sweeps), any(s.fits_kv for s in self.sweeps)
+            missed = any(s.miss for s in self.sweeps)
+            usable = [s for s in self.sweeps if s.error is None]
+            if not usable:
+                status = Status.FAILED
+            elif not fits:
+                status = Status.NO_MEMORY
+            elif not kv:
+                status = Status.NO_KV
+            else:
+                status = Status.NO_DATA if missed else Status.UNMET
+        return self._experiment(status, Rows({}), Pick(Rows({}), 0.0, False), near)
+
+    def _experiment(self, status: Status, rows: Rows, best: Pick, near: Rows) -> Experiment:
+        nearest: Rows | None = None
+        missed: tuple[Violation, ...] = ()
+        if status is Status.UNMET and len(near):
+            index, found = closest(near, self.task.targets)
+            nearest, missed = near.take(slice(index, index + 1)), tuple(found)
+        return Experiment(
+            mode=self.mode,
+            backend=self.task.engine.backend,
+            status=status,
+            rows=rows,
+            engines=tuple(self.engines),
+            pick=best,
+            front=self._front(rows) if len(rows) else np.zeros(0, np.intp),
+            closest=nearest,
+            missed=missed,
+            asked=self.asked,
+            refused=tuple(self.refused),
+            evaluated=sum(len(s.rows) for s in self.sweeps if s.rows is not None),
+        )

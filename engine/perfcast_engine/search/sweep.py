@@ -1,0 +1,130 @@
+"""What one engine can do: its grid of batch and chunk sizes priced at once (spec/06 sections 8.2, 9 step 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from perfcast_engine.answer import F64, Mask
+from perfcast_engine.errors import EngineError, PerfDataMissing
+from perfcast_engine.memory import Footprint
+from perfcast_engine.profiles import FIXED_KV_FRACTION, LATENCY_CORRECTIONS, ROUNDED_ROWS
+from perfcast_engine.search.grids import Pair
+from perfcast_engine.serving.aggregated import aggregated, aggregated_memory, prompt_to_compute
+from perfcast_engine.serving.rows import DECIMALS, Rows, descending
+from perfcast_engine.serving.static import Phases, speculated, static, static_memory
+from perfcast_engine.serving.worker import Worker
+from perfcast_engine.serving.workload import Workload
+
+KEPT_PER_TARGET = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What became of one engine's grid. ``rows``: the points to choose from; ``priced``: all that fit and
+    have data."""
+
+    rows: Rows | None
+    priced: Rows | None = None
+    fits_memory: bool = False
+    fits_kv: bool = False
+    miss: PerfDataMissing | None = None  # of some point
+    error: EngineError | None = None  # that condemned the whole engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """How an engine is set up, where that is not its framework's default."""
+
+    accepted: float = 0.0  # draft tokens of a decode step
+    memory_fraction: float | None = None
+    max_seq_len: int | None = None
+    max_num_tokens: int | None = None
+
+
+def sweep_aggregated(
+    worker: Worker, load: Workload, batches: F64, chunks: F64, limits: EngineLimits, pairs: Sequence[Pair]
+) -> Sweep:
+    """In-flight batching over batches x chunks; in the reference only the best rows under each target of ``pairs``."""
+    prompts = np.ceil(chunks / prompt_to_compute(worker, load))
+    batch, ctx = (grid.ravel() for grid in np.meshgrid(batches, chunks, indexing="ij"))
+    asked = (batches[:, None] - prompts >= np.where(batches > 1, 1, 0)[:, None]).ravel()
+    if limits.accepted == 0:
+        asked &= _distinct_schedules(asked, batch, ctx, prompt_to_compute(worker, load), load.osl)
+    memory = aggregated_memory(
+        worker, load, batch, ctx, max_seq_len=limits.max_seq_len, max_num_tokens=limits.max_num_tokens
+    )
+    fixed = worker.profile[FIXED_KV_FRACTION]
+    out, over = worker.memory.verdict(memory, worker.memory.kv_fraction(limits.memory_fraction, fixed))
+    shape = (len(batches), len(chunks))
+    stopped = np.logical_or.accumulate((asked & (out | over)).reshape(shape), axis=1).ravel()
+    kept = asked & ~stopped
+    fits = bool((asked & ~out).any()), bool(kept.any())
+    if not kept.any():
+        return Sweep(None, None, *fits)
+    served = aggregated(worker, load, batch[kept], ctx[kept], accepted=limits.accepted, memory=memory.take(kept))
+    try:
+        miss = served.first_miss()
+    except EngineError as error:
+        return Sweep(None, None, *fits, error=error)
+    priced = served.rows.take(~np.isnan(served.rows["request_latency_ms"]))
+    rows = _best_under(priced, pairs) if worker.profile[ROUNDED_ROWS] else priced
+    return Sweep(rows, priced, *fits, miss)
+
+
+def _distinct_schedules(asked: Mask, batch: F64, ctx: F64, prompt: int, osl: int) -> Mask:
+    """Without the prefill-bound points that repeat the schedule of an earlier one: there only the chunk matters."""
+    load = prompt * batch / ctx / osl
+    decodes = np.floor_divide(batch, load)
+    repeats = asked & (load > 1) & (decodes > 1)
+    where = np.flatnonzero(repeats)
+    _, first = np.unique(decodes[where], return_index=True)
+    keep = ~repeats
+    keep[where[first]] = True
+    return keep
+
+
+def _best_under(rows: Rows, pairs: Sequence[Pair]) -> Rows:
+    """The union of the best rows by throughput under each target in turn, rounded."""
+    rate = np.round(rows["requests_per_s"], DECIMALS)
+    limits = np.array(pairs)
+    meets = (rows["tpot_ms"] <= limits[:, 1:]) & (rows["ttft_ms"] <= limits[:, :1])
+    best: dict[int, None] = {}
+    last = None
+    for row in meets:
+        if last is None or not np.array_equal(row, last):
+            where = np.flatnonzero(row)
+            best.update(dict.fromkeys(where[descending(rate[where])[:KEPT_PER_TARGET]].tolist()))
+        last = row
+    return rows.take(np.fromiter(best, np.intp)).rounded()
+
+
+def sweep_role(worker: Worker, load: Workload, batches: F64, phases: Phases, limits: EngineLimits) -> Sweep:
+    """One role of a disaggregated deployment over ``batches``, up to the first that does not fit."""
+    corrections = worker.profile[LATENCY_CORRECTIONS]
+    decode = phases is Phases.DECODE
+    memory: Footprint = static_memory(worker, load, batches, phases)
+    out, over = worker.memory.verdict(memory, worker.memory.kv_fraction(limits.memory_fraction))
+    kept = ~np.logical_or.accumulate(out | over)
+    fits = bool((~out).any()), bool(kept.any())
+    if not kept.any():
+        return Sweep(None, None, *fits)
+    served = static(
+        worker,
+        load,
+        batches[kept],
+        phases,
+        correction=corrections[decode],
+        memory=memory.take(kept),
+    )
+    try:
+        miss = served.first_miss()
+    except EngineError as error:
+        return Sweep(None, None, *fits, error=error)
+    rows = served.rows.take(~np.isnan(served.rows["request_latency_ms"]))
+    rounded = worker.profile[ROUNDED_ROWS]
+    rows = speculated(rows.rounded() if rounded else rows, phases, load, limits.accepted)
+    rows = rows.rounded() if rounded else rows
+    return Sweep(rows, rows, *fits, miss)

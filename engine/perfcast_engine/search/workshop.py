@@ -1,0 +1,59 @@
+"""The engines of a search, from measured tables (spec/06 10.1, 10.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from perfcast_engine.config import EngineConfig, ParallelConfig
+from perfcast_engine.errors import EngineError
+from perfcast_engine.models.large_ep import FAMILIES as LARGE_EP_FAMILIES
+from perfcast_engine.models.registry import Registry
+from perfcast_engine.models.resolve import modes_and_comm, resolve
+from perfcast_engine.models.spec import ModelSpec
+from perfcast_engine.search.space import EP_SIZES
+from perfcast_engine.search.task import Candidate
+from perfcast_engine.serving.worker import worker_of
+from perfcast_engine.system import SystemSpec
+from perfcast_engine.tables.catalog import Catalog
+from perfcast_engine.tables.database import TRANSFER_PRESETS
+
+
+@dataclass(frozen=True, slots=True)
+class TableWorkshop:
+    """Engines over the tables of a catalog and the models of a registry."""
+
+    catalog: Catalog
+    registry: Registry
+
+    def model(self, config: EngineConfig) -> ModelSpec:
+        spec = config.model if isinstance(config.model, ModelSpec) else self.registry.get(config.model)
+        return spec.with_layers(config.layers)
+
+    def system(self, config: EngineConfig) -> SystemSpec:
+        return self.catalog.system(config.system)
+
+    def covered_ep(self, config: EngineConfig) -> Sequence[int]:
+        spec = self.model(config)
+        if spec.family not in LARGE_EP_FAMILIES:
+            return ()
+        policy = TRANSFER_PRESETS[config.transfer_policy]
+        db = self.catalog.database(
+            config.system, config.backend, config.version, config.database_mode, policy, config.allow_unlisted_version
+        )
+        covered = []
+        for ep in (ep for ep in EP_SIZES if ep > db.system.gpus_per_node):
+            wide = ParallelConfig(attn_dp=ep, moe_tp=1, moe_ep=ep)
+            try:
+                if modes_and_comm(replace(config, parallel=wide), spec, wide, db)[1]:
+                    covered.append(ep)
+            except EngineError:
+                continue  # not measured at this size
+        return covered
+
+    def workers(self, config: EngineConfig, mappings: Sequence[ParallelConfig]) -> Iterator[Candidate]:
+        for mapping in mappings:
+            try:
+                yield worker_of(resolve(replace(config, parallel=mapping), self.catalog, self.registry))
+            except EngineError as error:
+                yield error

@@ -1,0 +1,213 @@
+"""Whole searches over analytic engines: properties that hold whatever the tables say."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from perfcast_engine.config import EngineConfig
+from perfcast_engine.errors import InvalidField
+from perfcast_engine.search.grids import chunk_sizes, target_pairs, up_to
+from perfcast_engine.search.pick import cluster_throughput
+from perfcast_engine.search.search import search
+from perfcast_engine.search.space import Space
+from perfcast_engine.search.task import Cancelled, SearchTask, Status
+from perfcast_engine.serving.aggregated import aggregated
+from perfcast_engine.serving.disaggregated import Matching, paired, with_transfer
+from perfcast_engine.serving.static import Phases, static
+from perfcast_engine.serving.workload import KvTransfer, Targets, Workload
+
+from tests.engine.toy import ToyShop
+
+BACKENDS = ("trtllm", "sglang", "vllm")
+
+
+LOAD = Workload(2000, 200, 500)
+
+
+def task(backend="trtllm", profile="corrected", load=LOAD, **fields):
+    config = EngineConfig(model="toy", system="toy", backend=backend, profile=profile)
+    return SearchTask(**{"engine": config, "load": load, "targets": Targets(500, 30), "total_gpus": 16} | fields)
+
+
+workloads = st.builds(Workload, st.integers(200, 8000), st.integers(2, 600), st.just(100))
+targets = st.builds(Targets, st.floats(20, 5000), st.floats(2, 200))
+properties = settings(deadline=None, max_examples=15)
+
+
+@properties
+@given(st.sampled_from(BACKENDS), workloads, targets)
+def test_no_pick_violates_and_nothing_eligible_says_what_is_closest(backend, load, limits):
+    result = search(task(backend, load=load, targets=limits), ToyShop())
+    for experiment in result.experiments:
+        rows = experiment.pick.rows
+        if len(rows):
+            assert (rows["ttft_ms"] <= limits.ttft_ms).all()
+            assert (rows["tpot_ms"] <= limits.tpot_ms).all()
+        meets = (experiment.rows["ttft_ms"] <= limits.ttft_ms) & (experiment.rows["tpot_ms"] <= limits.tpot_ms)
+        assert experiment.eligible == meets.any()
+        if not meets.any():
+            assert experiment.status is Status.UNMET
+            assert experiment.missed
+            assert all(v.value > v.limit for v in experiment.missed)
+
+
+@properties
+@given(st.sampled_from(BACKENDS), workloads, targets, st.integers(2, 12), st.integers(1, 12))
+def test_more_gpus_never_serve_less(backend, load, limits, gpus, more):
+    small, large = (
+        search(task(backend, load=load, targets=limits, total_gpus=n), ToyShop()).best for n in (gpus, gpus + more)
+    )
+    if small is not None:
+        assert large.pick.score * (gpus + more) >= small.pick.score * gpus * (1 - 1e-12)
+
+
+@properties
+@given(st.sampled_from(BACKENDS), workloads, targets, st.floats(1, 5), st.floats(1, 5))
+def test_relaxed_targets_never_worsen(backend, load, limits, looser_ttft, looser_tpot):
+    relaxed = Targets(limits.ttft_ms * looser_ttft, limits.tpot_ms * looser_tpot)
+    tight, loose = (search(task(backend, load=load, targets=t), ToyShop()).best for t in (limits, relaxed))
+    if tight is not None:
+        assert loose.pick.score >= tight.pick.score * (1 - 1e-12)
+
+
+@properties
+@given(st.sampled_from(BACKENDS), workloads)
+def test_every_row_estimated_alone_is_the_same(backend, load):
+    asked = task(backend, load=load)
+    for experiment in search(asked, ToyShop()).experiments:
+        for row in map(experiment.pick.rows.row, range(len(experiment.pick.rows))):
+            if experiment.mode == "agg":
+                engine = experiment.engines[row["engine"]]
+                alone = aggregated(engine, load, row["batch"], row["ctx_tokens"]).rows
+            else:
+                p, d = (experiment.engines[row[f"{role}_engine"]] for role in ("prefill", "decode"))
+                first = static(p, load, row["prefill_batch"], Phases.PREFILL).rows
+                first = with_transfer(first, p, load, KvTransfer(), Matching().ttft_factor)
+                second = static(d, load, row["decode_batch"], Phases.DECODE).rows
+                alone = paired(first, second, row["prefill_workers"], row["decode_workers"], load, Matching())
+            for name in ("ttft_ms", "tpot_ms", "tokens_per_s", "tokens_per_s_per_gpu", "gpus", "concurrency"):
+                assert alone[name][0] == pytest.approx(row[name], rel=1e-12), name
+
+
+@pytest.mark.parametrize("profile", ["reference", "corrected"])
+def test_rows_fronts_and_best(profile):
+    result = search(task(profile=profile), ToyShop())
+    assert [e.name for e in result.experiments] == ["agg_trtllm", "disagg_trtllm"]
+    assert result.eligible
+    assert result.profile == profile
+    for experiment in result.experiments:
+        assert (np.diff(experiment.rows["tokens_per_s_per_gpu"]) <= 0).all()
+        front = experiment.rows.take(experiment.front)
+        assert (np.diff(front["tokens_per_s_per_user"]) > 0).all()
+        assert (np.diff(cluster_throughput(front, 16)) < 0).all()
+
+
+def test_three_backends_at_once():
+    result = search(task(backends=BACKENDS), ToyShop())
+    assert len(result.experiments) == 6
+    assert result.best.pick.score == max(e.pick.score for e in result.experiments)
+
+
+def test_refused_mappings_are_named():
+    found = search(task(modes=("agg",), space=Space(tp=(1, 3))), ToyShop()).experiments[0]
+    assert [str(error) for _, error in found.refused] == []  # three GPUs are not in the default counts
+    found = search(task(modes=("agg",), space=Space(num_gpu=(1, 3), tp=(1, 3))), ToyShop()).experiments[0]
+    assert ["heads" in str(error) for _, error in found.refused] == [True]
+
+
+def test_what_does_not_fit_or_has_no_data_is_an_answer():
+    for options, status in (({"capacity": 10e9}, Status.NO_MEMORY), ({"known": 10}, Status.NO_DATA)):
+        for profile in ("reference", "corrected"):
+            narrow = task(profile=profile, modes=("agg",), space=Space(tp=(1,)))
+            experiment = search(narrow, ToyShop(options)).experiments[0]
+            assert experiment.status is status
+            assert not len(experiment.pick.rows)
+
+
+@pytest.mark.parametrize("mode", ["agg", "disagg"])
+@pytest.mark.parametrize("profile", ["reference", "corrected"])
+def test_unmet_targets_are_an_answer(mode, profile):
+    result = search(task(profile=profile, modes=(mode,), targets=Targets(1.0, 30)), ToyShop())
+    assert not result.eligible
+    (violated,) = result.closest.missed
+    assert violated.target == "ttft_ms"
+    assert violated.excess > 0
+    assert len(result.closest.closest) == 1
+
+
+def test_progress_grows_to_the_whole_and_cancellation_stops_between_mappings():
+    seen = []
+    result = search(task(), ToyShop(), seen.append)
+    for mode in ("agg", "disagg"):
+        assert [p.done for p in seen if p.mode == mode and p.total == 4][-1] == 4
+    last = [p for p in seen if p.mode == "agg"][-1]
+    assert len(last.rows) == len(result.experiments[0].rows)
+    assert sorted(last.rows["tokens_per_s"][last.front]) == sorted(
+        result.experiments[0].rows["tokens_per_s"][result.experiments[0].front]
+    )
+    asked = iter([False, False, True])
+    with pytest.raises(Cancelled):
+        search(task(), ToyShop(), cancelled=lambda: next(asked))
+
+
+def test_three_gpus_are_found_where_they_serve_best():
+    for profile, sizes in (("reference", {1.0, 2.0, 4.0, 8.0, 16.0}), ("corrected", set(map(float, range(1, 17))))):
+        experiment = search(task(profile=profile, modes=("disagg",)), ToyShop()).experiments[0]
+        assert set(experiment.rows["gpus"]) <= sizes
+        assert (3.0 in experiment.rows["gpus"]) == (profile == "corrected")
+
+
+def test_transfer_over_a_link_costs_and_an_infinite_one_does_not():
+    plain = search(task(modes=("disagg",)), ToyShop()).experiments[0]
+    infinite = search(task(modes=("disagg",), kv_transfer=KvTransfer(np.inf, 0.5)), ToyShop()).experiments[0]
+    for name, column in plain.rows.columns.items():
+        assert np.array_equal(column, infinite.rows[name])
+    slow = search(task(modes=("disagg",), kv_transfer=KvTransfer(5e9, 0.001, 2)), ToyShop()).experiments[0]
+    sent = 1500 * 16384 * 16  # bytes of one request on one GPU of a prefill worker with tp 1
+    waits = []
+    for found in (plain, slow):
+        tp = np.array([engine.parallel.tp for engine in found.engines])[found.rows["prefill_engine"]]
+        waits.append(found.rows["ttft_ms"][tp == 1].min())
+    assert waits[1] - waits[0] == pytest.approx(1 + 1000 * sent * 2 / 5e9)
+
+
+def test_request_latency_replaces_the_targets():
+    result = search(task(targets=Targets(None, request_latency_ms=4000)), ToyShop())
+    for experiment in result.experiments:
+        assert (experiment.pick.rows["request_latency_ms"] <= 4000).all()
+    with pytest.raises(InvalidField, match="osl"):
+        search(task(load=Workload(100, 1), targets=Targets(None, request_latency_ms=4000)), ToyShop())
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top": 0}, {"modes": ("both",)}, {"accepted": 1.0}, {"total_gpus": 0}, {"decode_max_batch": 0}]
+)
+def test_bad_tasks_are_refused(fields):
+    with pytest.raises(InvalidField, match=next(iter(fields)).replace("accepted", "nextn_accepted")):
+        task(**fields)
+
+
+def test_disaggregation_needs_two_gpus():
+    with pytest.raises(InvalidField, match="total_gpus"):
+        search(task(total_gpus=1, modes=("disagg",)), ToyShop())
+    assert [e.mode for e in search(task(total_gpus=1), ToyShop()).experiments] == ["agg"]
+
+
+def test_both_roles_run_one_model():
+    other = dataclasses.replace(task().engine, model="other")
+    with pytest.raises(InvalidField, match="same model"):
+        task(decode_engine=other)
+
+
+def test_grids():
+    assert up_to(tuple(range(1, 5)), 3).tolist() == [1, 2, 3]
+    assert chunk_sizes(4000, False).tolist() == [4000, 8000]
+    assert chunk_sizes(512, False).tolist() == [*range(512, 8193, 512)]
+    steps = [*range(512, 8193, 512), 13192, 18192, 20000, 23192, 28192, 33192, 38192, 40000]
+    assert chunk_sizes(20000, True).tolist() == steps
+    pairs = target_pairs(Targets(None, request_latency_ms=2000), 11, True)
+    assert pairs[0] == (200.0, 180.0)
+    assert (1900.0, 10.0) in pairs
+    assert len(target_pairs(Targets(300, 10), 500, True)) == 75
