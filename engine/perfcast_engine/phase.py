@@ -11,6 +11,7 @@ import numpy as np
 from perfcast_engine.answer import F64, Answer, Miss, Points, Source
 from perfcast_engine.errors import EngineError
 from perfcast_engine.ops.base import Op, Reads, Role
+from perfcast_engine.quick import QuickPhase, quick_terms
 from perfcast_engine.step_result import StepResult, combined
 from perfcast_engine.tables.database import Database
 from perfcast_engine.token_table import Column, TokenTable
@@ -41,8 +42,8 @@ class Phase:
 
     @cached_property
     def others(self) -> tuple[Op, ...]:
-        """What neither collapses to the token table nor is attention."""
-        kept = {id(op) for op in (*self.attention, *self.tokens.ops, *self.logits.ops)}
+        """What reads the sequence and is not attention."""
+        kept = {id(op) for op in (*self.attention, *self.tokens.ops, *self.logits.ops, *self.requests.ops)}
         return tuple(op for op in self.ops if id(op) not in kept)
 
     @cached_property
@@ -54,6 +55,19 @@ class Phase:
     def logits(self) -> TokenTable:
         return TokenTable([op for op in self.ops if self._is_logits(op)], self.db)
 
+    @cached_property
+    def requests(self) -> TokenTable:
+        """What depends on the request count alone, over that count."""
+        return TokenTable([op for op in self.ops if op.reads is Reads.BATCH and not self._is_attention(op)], self.db)
+
+    @cached_property
+    def quick(self) -> QuickPhase | None:
+        """This phase for one point at a time; None where an operator offers no short cut."""
+        attention, others = quick_terms(self.attention, self.db), quick_terms(self.others, self.db)
+        if attention is None or others is None:
+            return None
+        return QuickPhase(self.tokens, self.logits, self.requests, attention, others)
+
     def price_shared(self, at: Points, logits_x: F64, operators: bool) -> StepResult:
         """Everything but attention."""
         if operators:
@@ -61,6 +75,8 @@ class Phase:
         result = _looked_up(self.tokens, at.x)
         if self.logits.ops:
             result += _looked_up(self.logits, logits_x)
+        if self.requests.ops:
+            result += _looked_up(self.requests, at.batch)
         return result + _summed(self.others, self.db, at) if self.others else result
 
     def price_attention(self, at: Points, operators: bool) -> StepResult:

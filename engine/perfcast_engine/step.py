@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer, Mask, Points, Source
+from perfcast_engine.answer import F64, Mask, Points
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.ops.base import Op
 from perfcast_engine.phase import Phase
@@ -20,12 +22,37 @@ from perfcast_engine.profiles import (
     MIXED_WHOLE_PROMPTS,
     Profile,
 )
+from perfcast_engine.quick import QuickStep
 from perfcast_engine.step_result import StepResult, blanked, gathered
 from perfcast_engine.tables.database import Database
 
 MAX_COUNT = 2**32 - 1
 MAX_SAMPLES = 1_000_000  # of all trajectories in one call; bounds memory and time
 DEFAULT_STRIDE = 32
+
+
+class Rounding(NamedTuple):
+    """Functions on arrays, or on numbers."""
+
+    floor: Callable[[Any], Any]
+    ceil: Callable[[Any], Any]
+    maximum: Callable[[Any, Any], Any]
+
+
+ARRAYS = Rounding(np.floor, np.ceil, np.maximum)
+NUMBERS = Rounding(math.floor, math.ceil, max)
+
+
+class MixedPlan(NamedTuple):
+    """The passes of a mixed step. flat, cached: tokens of the shared pass, run as one sequence; prompts: (prompts,
+    weight) of the context-attention passes; decodes, length: query tokens and KV length of decode attention."""
+
+    flat: Any
+    cached: Any
+    logits_rows: Any
+    prompts: tuple[tuple[Any, Any], ...]
+    decodes: Any
+    length: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +102,41 @@ class StepModel:
         _require(prefix < isl, "prefix", "must be smaller than isl")
         at = Points.of(batch, isl - prefix, prefix, None, imbalance)
         return self._context.price(at, at.batch, operators)
+
+    def quick_prefill(self, batch: int, isl: int, prefix: int = 0) -> QuickStep | None:
+        """``prefill`` of one point without arrays; None where the arrays have to be asked."""
+        phase, s = self._context.quick, isl - prefix
+        if phase is None or batch < 1 or s < 1 or prefix < 0:
+            return None
+        step = phase.shared(batch, s, prefix, batch * s, batch)
+        step.add_terms(phase.attention, batch, s, prefix)
+        return step if step.ms == step.ms else None
+
+    def quick_decode(self, gen_requests: int, isl: int, osl: int) -> QuickStep | None:
+        """``decode_step`` of one point without arrays; None where the arrays have to be asked."""
+        phase, tokens = self._generation.quick, gen_requests * (self.nextn + 1)
+        if phase is None or tokens < 1 or isl < 1 or osl < 1:
+            return None
+        length = isl + osl // 2 + 1
+        step = phase.shared(tokens, length, 0, tokens, tokens)
+        step.add_terms(phase.attention, tokens, length, 0)
+        return step if step.ms == step.ms else None
+
+    def quick_mixed(self, ctx_tokens: int, gen_requests: int, isl: int, osl: int, prefix: int = 0) -> QuickStep | None:
+        """``mixed`` of one point without arrays; None where the arrays have to be asked."""
+        context, generation = self._context.quick, self._generation.quick
+        if context is None or generation is None or ctx_tokens < 1 or gen_requests < 0 or not 0 <= prefix < isl:
+            return None
+        plan = self._mixed_plan(ctx_tokens, gen_requests, isl, osl, prefix, NUMBERS)
+        if plan.flat < 1:
+            return None
+        step = context.shared(1, plan.flat, plan.cached, plan.flat, plan.logits_rows)
+        for prompts, weight in plan.prompts:
+            if weight:
+                step.add_terms(context.attention, prompts, isl - prefix, prefix, weight)
+        if gen_requests:
+            step.add_terms(generation.attention, plan.decodes, plan.length, 0)
+        return step if step.ms == step.ms else None
 
     def decode_step(
         self, gen_requests: Any, isl: Any, osl: Any, imbalance: Any = 1.0, *, operators: bool = False
@@ -149,48 +211,45 @@ class StepModel:
         )
         _require(isl > 0, "isl", "must be positive")
         _require((prefix < isl) | (tokens == 0), "prefix", "must be smaller than isl")
-        decoded = requests * (self.nextn + 1)
-        busy = tokens + decoded > 0
-        prompts = tokens / isl
-        whole = self.profile[MIXED_PREFIX_PER_PROMPT]
-        cached = prefix * np.floor(prompts) if whole else np.floor(prefix * prompts)
-        flat = tokens + decoded - cached
-        _require((flat > 0) | ~busy, "prefix", "leaves no token to compute in this step")
-        one = np.ones_like(tokens)
-        flat = np.where(busy, flat, 1)
-        rows = one if self.profile[MIXED_LOGITS_ROWS] else np.maximum(np.ceil(prompts) + decoded, 1)
-        shared = self._context.price_shared(Points.of(one, flat, cached, flat, imbalance), rows, operators)
-        context = self._prompt_attention(tokens, isl, prefix, imbalance, operators)
-        at = Points.of(np.maximum(decoded, 1), isl + osl // 2 + 1, 0, None, gen_imbalance)
-        at = at.with_(x=at.batch)
-        decode = blanked(self._generation.price_attention(at, operators), requests == 0)
+        plan = self._mixed_plan(tokens, requests, isl, osl, prefix, ARRAYS)
+        busy = tokens + requests > 0
+        _require((plan.flat > 0) | ~busy, "prefix", "leaves no token to compute in this step")
+        one, flat = np.ones_like(tokens), np.where(busy, plan.flat, 1)
+        rows = np.broadcast_to(plan.logits_rows, flat.shape)
+        shared = self._context.price_shared(Points.of(one, flat, plan.cached, flat, imbalance), rows, operators)
+        fresh, cached = np.where(tokens > 0, isl - prefix, 1), np.where(tokens > 0, prefix, 0)
+        context = StepResult.zero(len(tokens), operators)
+        for prompts, weight in plan.prompts:
+            at = Points.of(np.maximum(prompts, 1), fresh, cached, None, imbalance)
+            context += blanked(self._context.price_attention(at, operators).scaled(weight), weight == 0)
+        at = Points.of(np.maximum(plan.decodes, 1), plan.length, 0, None, gen_imbalance)
+        decode = blanked(self._generation.price_attention(at.with_(x=at.batch), operators), requests == 0)
         return blanked(shared, ~busy), context, decode
 
-    def _prompt_attention(self, tokens: F64, isl: F64, prefix: F64, imbalance: Any, operators: bool) -> StepResult:
-        """Context attention of ``tokens`` prompt tokens. The reference prices whole prompts, rounded up, over the
-        number of chunks; else a fraction of a prompt costs that fraction of what the next whole prompt adds."""
-        idle = tokens == 0
-        fresh, cached = np.where(idle, 1, isl - prefix), np.where(idle, 0, prefix)
+    def _mixed_plan(self, tokens: Any, requests: Any, isl: Any, osl: Any, prefix: Any, of: Rounding) -> MixedPlan:
+        """What the passes of a mixed step run, for arrays and for numbers.
 
-        def attention(prompts: F64) -> StepResult:
-            at = Points.of(np.maximum(prompts, 1), fresh, cached, None, imbalance)
-            return self._context.price_attention(at, operators)
-
-        upper = np.ceil(tokens / isl)
+        The reference prices context attention for whole prompts, rounded up, over the number of chunks; otherwise a
+        fraction of a prompt costs that fraction of what the next whole prompt adds. It subtracts the cached prefix for
+        whole prompts only, and gives the vocabulary projection one row.
+        """
+        decodes, prompts = requests * (self.nextn + 1), tokens / isl
+        lower, upper = of.floor(prompts), of.ceil(prompts)
+        cached = prefix * lower if self.profile[MIXED_PREFIX_PER_PROMPT] else of.floor(prefix * prompts)
+        rows = 1 if self.profile[MIXED_LOGITS_ROWS] else of.maximum(upper + decodes, 1)
         if self.profile[MIXED_WHOLE_PROMPTS]:
-            return blanked(attention(upper).scaled(1 / np.ceil(isl / np.maximum(tokens, 1))), idle)
-        lower = np.floor(tokens / isl)
-        part = tokens / isl - lower
-        above = blanked(attention(upper).scaled(part), part == 0)
-        return above + blanked(attention(lower).scaled(1 - part), lower == 0)
+            chunks = of.maximum(of.ceil(isl / of.maximum(tokens, 1)), 1)
+            attention: tuple[tuple[Any, Any], ...] = ((upper, (tokens > 0) / chunks),)
+        else:
+            part = prompts - lower
+            attention = ((upper, part), (lower, (lower > 0) * (1 - part)))
+        return MixedPlan(tokens + decodes - cached, cached, rows, attention, decodes, isl + osl // 2 + 1)
 
     def observed(self, work: RankWork, *, operators: bool = False) -> StepResult:
         """The pass of each rank as telemetry counts it (spec/04 11.4, spec/06 1.8). No factor of nextn: the counts are
         of packed tokens. Idle ranks take 0 ms."""
         prefills, decoding = work.prefill_tokens > 0, work.decode_requests + work.decode_kv_tokens > 0
-        nothing = np.zeros(len(work))
-        listed: dict[str, Answer] | None = {} if operators else None
-        result = StepResult(nothing, np.zeros((len(work), len(Source))), nothing.astype(np.uint8), nothing, [], listed)
+        result = StepResult.zero(len(work), operators)
         kinds = (
             (prefills & ~decoding, self._observed_prefill),
             (decoding & ~prefills, self._observed_decode),

@@ -24,6 +24,11 @@ class StepResult:
     misses: list[Miss] = field(default_factory=list)
     operators: dict[str, Answer] | None = None
 
+    @classmethod
+    def zero(cls, n: int, operators: bool = False) -> StepResult:
+        listed: dict[str, Answer] | None = {} if operators else None
+        return cls(np.zeros(n), np.zeros((n, len(Source))), np.zeros(n, np.uint8), np.zeros(n), [], listed)
+
     def __len__(self) -> int:
         return len(self.ms)
 

@@ -67,6 +67,13 @@ class TokenTable:
         self._fill(counts)
         return self._kept.take(counts)
 
+    def one(self, count: int) -> tuple[float, F64]:
+        """The sum at one count, NaN where an operator misses it, and its share (5,) by Source."""
+        if count >= LIMIT or not (count < len(self._filled) and self._filled[count]):
+            column = self(np.array([float(count)]))
+            return float(column.ms[0]), column.by_source[0]
+        return self._kept.ms.item(count), self._kept.by_source[count]
+
     def evaluate(self, counts: np.ndarray) -> Column:
         """Sums at ``counts`` straight from the operators."""
         answers = self.answers(counts.astype(np.float64))

@@ -93,6 +93,7 @@ class ContextAttention(Op):
     role: Role = Role.ATTENTION
 
     reads: ClassVar[Reads] = Reads.SEQUENCE
+    quick_source: ClassVar[Source] = Source.MIXED  # the measured kernel and the steps around it
 
     def __post_init__(self) -> None:
         require(self, heads=1, kv_heads=1, head_dim=1, window=0, cp=1)

@@ -72,6 +72,7 @@ class Op(ABC):
     role: Role = Role.OTHER
 
     reads: ClassVar[Reads] = Reads.TOKENS
+    quick_source: ClassVar[Source] = Source.SILICON  # of what ``quick`` answers
 
     @abstractmethod
     def price(self, db: Database, at: Points) -> Answer:

@@ -9,7 +9,7 @@ import numpy as np
 
 from perfcast_engine.answer import Answer, Points, Source, or_else
 from perfcast_engine.errors import PerfDataMissing
-from perfcast_engine.ops.base import Op, Reads, Split
+from perfcast_engine.ops.base import Op, Quick, Reads, Split
 from perfcast_engine.tables.database import Database, Mode
 
 
@@ -54,6 +54,15 @@ class Fallback(Op):
         return or_else(
             lambda p: self.primary.evaluate(whole, p), lambda p: _sum(self.fallback, db, p), at, PerfDataMissing
         )
+
+    def quick(self, db: Database) -> Quick | None:
+        """The measured whole. Where it has no data the parts are asked by ``evaluate``."""
+        whole = db.in_mode(Mode.SILICON) if db.mode is Mode.HYBRID else db
+        try:
+            quick, scale = self.primary.quick(whole), self.scale
+        except PerfDataMissing:
+            return None
+        return quick if quick is None or scale == 1.0 else lambda batch, s, prefix: quick(batch, s, prefix) * scale
 
 
 def _sum(ops: Iterable[Op], db: Database, at: Points) -> Answer:

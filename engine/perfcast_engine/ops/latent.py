@@ -12,13 +12,25 @@ from perfcast_engine.answer import F64, Answer, Points, total
 from perfcast_engine.interp.grid import Query
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import UtilGrid
-from perfcast_engine.ops.base import Op, Reads, Split, by_mode, estimated, find_slice, measured, require, slice_of
+from perfcast_engine.ops.base import (
+    Op,
+    Quick,
+    Reads,
+    Split,
+    by_mode,
+    estimated,
+    find_slice,
+    measured,
+    require,
+    slice_of,
+)
 from perfcast_engine.quant import FMHA, KV_CACHE, QuantMode, mode
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key
 
 BF16 = FMHA["bfloat16"]
+ONE = Points.of(1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +133,18 @@ class ContextBlock(LatentBlock):
         square = (at.s + at.prefix) ** 2
         return answer.scaled((square - at.prefix * at.prefix) / np.maximum(square, 1.0))
 
+    def quick(self, db: Database) -> Quick | None:
+        if not db.mode.shared or len(self.chunks(ONE)) > 1:
+            return None
+        self.check_rates(db.system)
+        read, heads, scale = self.surface(db).one, float(self.heads), self.scale
+
+        def ms(batch: float, s: float, prefix: float) -> float:
+            full = s + prefix
+            return read(heads, full, batch) * ((full * full - prefix * prefix) / (full * full)) * scale
+
+        return ms
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationBlock(LatentBlock):
@@ -130,6 +154,13 @@ class GenerationBlock(LatentBlock):
 
     def query(self, at: Points) -> Query:
         return float(self.heads), at.batch, at.s
+
+    def quick(self, db: Database) -> Quick | None:
+        if not db.mode.shared:
+            return None
+        self.check_rates(db.system)
+        read, heads, scale = self.surface(db).one, float(self.heads), self.scale
+        return lambda batch, s, prefix: read(heads, batch, s) * scale
 
 
 def first_and_last(at: Points, cp: int) -> list[Points]:
