@@ -17,7 +17,7 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from perfcast_systems.coding import Damaged, Stored, put_body, take_body
+from perfcast_systems.coding import Damaged, Stored, take_body
 from perfcast_systems.values import Reals
 
 MAGIC = b"PFCPACK2"
 SUFFIX = ".pack"
-_PREFIX = struct.Struct("<8sI32s")
+PREFIX = struct.Struct("<8sI32s")
 _MAX_HEADER = 1 << 24
 _HEADER_KEYS = frozenset({"identity", "origin", "base", "sources", "files", "problems", "tables"})
 SHADOWED = 0x80  # bit of a row source: another lane was met earlier at the same coordinates
@@ -145,9 +145,9 @@ class Pack:
             raise PackError("the file ends early", self.name, name)
         if hashlib.sha256(data).hexdigest() != blob["sha256"]:
             raise PackError("checksum mismatch", self.name, name)
-        dictionary = _dictionary(self._base_raw(name, part)) if blob["how"] == "patch" else None
+        base = dictionary(self._base_raw(name, part)) if blob["how"] == "patch" else None
         try:
-            raw = zstandard.ZstdDecompressor(dict_data=dictionary).decompress(data, max_output_size=blob["raw"])
+            raw = zstandard.ZstdDecompressor(dict_data=base).decompress(data, max_output_size=blob["raw"])
         except zstandard.ZstdError as error:
             raise PackError(f"cannot be decompressed: {error}", self.name, name) from error
         if len(raw) != blob["raw"]:
@@ -190,13 +190,13 @@ class Pack:
 
 def _read_header(file: int, name: str) -> tuple[str, dict[str, Any], int]:
     """(digest, header, where the blobs start), checked."""
-    prefix = os.pread(file, _PREFIX.size, 0)
-    if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC[:-1]):
+    prefix = os.pread(file, PREFIX.size, 0)
+    if len(prefix) < PREFIX.size or not prefix.startswith(MAGIC[:-1]):
         raise PackError("is not a pack", name)
-    magic, size, digest = _PREFIX.unpack(prefix)
+    magic, size, digest = PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise PackError(f"has format {magic[-1:]!r}; this program reads {MAGIC[-1:]!r}", name)
-    data = os.pread(file, min(size, _MAX_HEADER), _PREFIX.size)
+    data = os.pread(file, min(size, _MAX_HEADER), PREFIX.size)
     if len(data) != size:
         raise PackError("the header ends early", name)
     if hashlib.sha256(data).digest() != digest:
@@ -209,101 +209,9 @@ def _read_header(file: int, name: str) -> tuple[str, dict[str, Any], int]:
         raise PackError(f"the header is malformed: {error}", name) from error
     if missing:
         raise PackError(f"the header lacks {', '.join(sorted(missing))}", name)
-    return digest.hex(), header, _PREFIX.size + size
+    return digest.hex(), header, PREFIX.size + size
 
 
-def _dictionary(raw: bytes) -> zstandard.ZstdCompressionDict:
+def dictionary(raw: bytes) -> zstandard.ZstdCompressionDict:
+    """The bytes of a base's blob, for coding another one against them."""
     return zstandard.ZstdCompressionDict(raw, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
-
-
-class PackWriter:
-    """Collects tables and writes one pack. The same tables in the same order give the same bytes."""
-
-    def __init__(self, identity: Identity, base: Pack | None = None) -> None:
-        self.identity = identity
-        self.base = base
-        self._tables: dict[str, dict[str, Any]] = {}
-        self._blobs: list[bytes] = []
-        self._at = 0
-
-    def add(
-        self,
-        name: str,
-        key: Sequence[str],
-        columns: Sequence[NDArray[np.int64]],
-        vocab: Mapping[str, Sequence[str]],
-        ms: Reals,
-        power: Reals | None,
-        source: NDArray[np.uint8],
-        sources: Sequence[int],
-        first: Sequence[int],
-    ) -> None:
-        """One table; ``source`` per row indexes ``sources``, which index the pack's list of sources."""
-        self._tables[name] = {
-            "key": list(key),
-            "vocab": {column: list(names) for column, names in vocab.items()},
-            "rows": len(ms),
-            "first": list(first),
-            "sources": list(sources),
-            "body": self._blob(name, "body", put_body(columns, ms, power)),
-            "source": self._blob(name, "source", source.astype(np.uint8).tobytes()),
-        }
-
-    def write(
-        self,
-        folder: Path,
-        sources: Sequence[Mapping[str, Any]],
-        files: Mapping[str, Sequence[int]],
-        problems: Mapping[str, str],
-        origin: str,
-    ) -> Path:
-        """Write ``folder``/``identity.path`` in one step (no half-written pack is ever visible). ``origin`` says where
-        the measurements come from."""
-        header = {
-            "identity": {field: getattr(self.identity, field) for field in Identity.__dataclass_fields__},
-            "origin": origin,
-            "base": None if self.base is None else {"path": self.base.identity.path, "digest": self.base.digest},
-            "sources": list(sources),
-            "files": dict(files),
-            "problems": dict(problems),
-            "tables": self._tables,
-        }
-        packed = _compress(json.dumps(header, separators=(",", ":")).encode(), None)
-        path = folder / self.identity.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as out:
-            out.write(_PREFIX.pack(MAGIC, len(packed), hashlib.sha256(packed).digest()) + packed)
-            out.writelines(self._blobs)
-        partial.replace(path)
-        return path
-
-    def _blob(self, name: str, part: str, raw: bytes) -> dict[str, Any]:
-        data = _compress(raw, None)
-        how = "zstd"
-        if self.base is not None and name in self.base.names:
-            before = self.base.raw(name, part)
-            if before == raw:
-                return {"how": "same"}
-            patch = _compress(raw, before) if before and raw else data
-            if len(patch) < len(data):
-                data, how = patch, "patch"
-        blob = {
-            "how": how,
-            "at": self._at,
-            "size": len(data),
-            "raw": len(raw),
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
-        self._blobs.append(data)
-        self._at += len(data)
-        return blob
-
-
-def _compress(raw: bytes, against: bytes | None) -> bytes:
-    window = max(len(raw) + len(against or b""), 1024).bit_length()
-    parameters = zstandard.ZstdCompressionParameters.from_level(
-        19, source_size=len(raw), window_log=min(max(window, 10), 27), write_content_size=True
-    )
-    dictionary = None if against is None else _dictionary(against)
-    return zstandard.ZstdCompressor(compression_params=parameters, dict_data=dictionary).compress(raw)

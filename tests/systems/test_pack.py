@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from perfcast_systems.build import BuildError, build_packs
+from perfcast_systems.build.writer import PackWriter
 from perfcast_systems.coding import Damaged, Reader, put_keys, take_body, take_keys
-from perfcast_systems.pack import Identity, Pack, PackError, PackWriter
+from perfcast_systems.pack import Identity, Pack, PackError
 
 from tests.systems.trees import GEMM, MOE, Tree, leaves
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perfcast_systems.build.rewrite import Column, Part
+from perfcast_systems.build.parts import Column, Part
 from perfcast_systems.build.rows import Ints, Names, Reals
 from perfcast_systems.build.schema import TABLES
 from perfcast_systems.build.tree import BuildError

@@ -12,13 +12,15 @@ import yaml
 from perfcast_systems import ROOT
 from perfcast_systems.build import sources as channels
 from perfcast_systems.build.fold import Folded, fold, sites
-from perfcast_systems.build.rewrite import Part, rewrite
+from perfcast_systems.build.parts import Part
+from perfcast_systems.build.rewrite import rewrite
 from perfcast_systems.build.rows import Rows, read
 from perfcast_systems.build.schema import TABLES
 from perfcast_systems.build.sources import Sharing, Source
 from perfcast_systems.build.tree import BACKENDS, LIBRARIES, BuildError, DataTree
 from perfcast_systems.build.versions import newest_first, slots
-from perfcast_systems.pack import Identity, Pack, PackWriter
+from perfcast_systems.build.writer import PackWriter
+from perfcast_systems.pack import Identity, Pack
 
 UNREAD = ("dsv4_hca_attn_module", "glm5_dsa_attn_module", "wideep_context_mlp", "wideep_generation_mlp")
 PRIMARY_ONLY = frozenset({"dsv4_megamoe_module"})
