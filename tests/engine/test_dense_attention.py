@@ -153,6 +153,14 @@ class TestDecode:
         curve = np.interp(lengths, [65, 129, 1025], [8 * s / 1e5 + 1 for s in (65, 129, 1025)])
         assert ask(generation(), self.DB, batch=1, s=129).ms == pytest.approx([curve.mean()])
 
+    def test_head_counts_between_measured_ones(self):
+        lengths = [180, 190, 200, 210, 220]
+        curve = [np.interp(s, [129, 1025], [(6 * 2 * x / 1e5 + 1) for x in (129, 1025)]) for s in lengths]
+        assert ask(generation(heads=6), self.DB, batch=2, s=200).ms == pytest.approx([np.mean(curve)])
+        db = database(prefill_table())
+        kernel = ask(context(heads=6), db, batch=2, s=512).ms[0] - extra(heads=6)
+        assert kernel == pytest.approx(6 * 512**2 * 2 / 1e6)
+
     def test_a_short_cache_is_sampled_from_one_token_up(self):
         answer = generation().evaluate(self.DB, Points.of([1, 1, 0], [1, 0, 100]))
         assert answer.ms[0] == answer.ms[1] > 0
@@ -174,6 +182,34 @@ class TestDecode:
     def test_window_bounds_the_roofline(self):
         split = generation(window=128).sol_split(database(mode=Mode.SOL), Points.of(1, [100, 1000]))
         assert split.math == pytest.approx([4 * 8 * 128 * length / 1e14 * 1e3 for length in (99, 128)])
+
+
+class TestOnePointAtATime:
+    """``quick`` says what ``evaluate`` says, or nothing."""
+
+    OPS = (
+        context(),
+        context(cp=2, qk_norm=True, scale=3.0),
+        context(heads=6),
+        generation(scale=2.0),
+        generation(heads=6),
+    )
+
+    @pytest.mark.parametrize("op", OPS)
+    def test_inside_and_outside_of_the_measurements(self, op):
+        db = database(prefill_table(), decode_table())
+        quick = op.quick(db)
+        within, beyond = [(1, 128, 0), (2, 300, 100), (1, 1024, 0)], [(8, 300, 0), (1, 5000, 0), (0, 9, 0), (1, 0, 0)]
+        for batch, s, prefix in within + beyond:
+            expected = op.evaluate(db, Points.of(batch, s, prefix)).ms[0]
+            got = quick(float(batch), float(s), float(prefix))
+            assert math.isnan(got) or got == pytest.approx(expected, rel=1e-12)
+        assert not math.isnan(quick(2.0, 300.0, 100.0))
+
+    @pytest.mark.parametrize("mode", [Mode.EMPIRICAL, Mode.SOL])
+    def test_only_where_measurements_answer(self, mode):
+        assert context().quick(database(mode=mode)) is None
+        assert generation().quick(database(mode=mode)) is None
 
 
 class TestEstimate:

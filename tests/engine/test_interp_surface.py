@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from perfcast_engine.interp.grid import Grid
 from perfcast_engine.interp.surface import Surface
 
+from tests.engine import naive_grid
+
 
 def surface(rows, sol=lambda *c: math.prod(c), sqrt_axis=None, power=None):
     coords = [np.array(column, np.int64) for column in zip(*(row[:-1] for row in rows), strict=True)]
@@ -105,42 +107,46 @@ class TestPower:
         assert CURVE.at(np.array([10.0])).energy is None
 
 
+def roofline(*coords):
+    return math.prod(coords[1:], start=1.0) * coords[0] + sum(coords)
+
+
 @st.composite
 def ragged(draw):
-    keys = st.sets(st.integers(0, 40), min_size=1, max_size=4)
-    rows = [
-        (x, y, z, draw(st.floats(0.01, 100)))
-        for x in sorted(draw(keys))
-        for y in sorted(draw(keys))
-        for z in sorted(draw(keys))
-    ]
-    points = draw(st.lists(st.tuples(*[st.integers(0, 60)] * 3), min_size=1, max_size=12))
-    return surface(rows, sol=lambda x, y, z: x * y + z, sqrt_axis=draw(st.sampled_from([None, 0, 1, 2]))), points
+    """Rows of a ragged grid, the axis to root, and points inside and outside of it."""
+    axes = draw(st.integers(1, 4))
+    keys = st.sets(st.integers(0, 40), min_size=1, max_size=4 if axes < 4 else 2)
+
+    def below(depth):
+        if depth == axes:
+            return [(draw(st.floats(0.01, 100)),)]
+        return [(key, *rest) for key in sorted(draw(keys)) for rest in below(depth + 1)]
+
+    points = draw(st.lists(st.tuples(*[st.integers(0, 60)] * axes), min_size=1, max_size=8))
+    return below(0), draw(st.sampled_from([None, *range(axes)])), points
+
+
+def same(got, expected):
+    """Equal but for rounding."""
+    np.testing.assert_allclose(got, expected, rtol=1e-9)
 
 
 @given(ragged())
-def test_arrays_answer_as_their_points_do(case):
-    surface, points = case
-    together = surface.at(*(np.array(axis, float) for axis in zip(*points, strict=True))).ms
-    np.testing.assert_array_equal(together, [ask(surface, *point) for point in points])
-
-
-@given(ragged())
-def test_resampling_changes_no_answer(case):
-    """Asked with an array or one number for the outer axis, a surface answers as its unresampled chain does."""
-    surface, points = case
-    for x in {point[0] for point in points}:
-        rest = [np.array(axis, float) for axis in zip(*(p[1:] for p in points if p[0] == x), strict=True)]
-        column = np.full(len(rest[0]), float(x))
-        chained = surface._chain((column, *rest)).ms
-        np.testing.assert_allclose(surface.at(column, *rest).ms, chained, rtol=1e-12)
-        np.testing.assert_allclose(surface.at(float(x), *rest).ms, chained, rtol=1e-12)
-        one = np.array([surface.one(float(x), *map(float, point)) for point in zip(*rest, strict=True)])
-        known = ~np.isnan(one)
-        np.testing.assert_allclose(one[known], chained[known], rtol=1e-12)
+def test_answers_are_those_of_the_chain_point_by_point(case):
+    rows, sqrt_axis, points = case
+    whole = surface(rows, roofline, sqrt_axis)
+    expected = np.array([naive_grid.resolve(rows, point, roofline, sqrt_axis) for point in points])
+    columns = [np.array(axis, float) for axis in zip(*points, strict=True)]
+    same(whole.at(*columns).ms, expected)
+    same([ask(whole, *point) for point in points], expected)
+    one = np.array([whole.one(*map(float, point)) for point in points])
+    same(one[~np.isnan(one)], expected[~np.isnan(one)])
+    for i, point in enumerate(points if len(columns) > 1 else ()):
+        same(whole.at(float(point[0]), *(np.array([float(c)]) for c in point[1:])).ms, expected[i])
 
 
 @given(ragged())
 def test_measured_leaves_come_back_verbatim(case):
-    surface, _ = case
-    np.testing.assert_array_equal(surface.at(*surface.grid.floats).ms, surface.grid.ms)
+    rows, sqrt_axis, _ = case
+    whole = surface(rows, roofline, sqrt_axis)
+    np.testing.assert_array_equal(whole.at(*whole.grid.floats).ms, whole.grid.ms)

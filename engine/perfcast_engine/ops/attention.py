@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,64 +13,13 @@ from perfcast_engine.answer import F64, Answer, Miss, Points, Source, choose, to
 from perfcast_engine.interp.averaged import Averaged
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.ops.attention_kernels import Kernels, head_dim_ratio
+from perfcast_engine.ops.attention_roofline import ContextRoofline, GenerationRoofline, causal_share
 from perfcast_engine.ops.base import Op, Quick, Reads, Role, Split, by_mode, estimated, measured, require
-from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
 
-T = TypeVar("T", float, F64)
-BF16 = quant.FMHA["bfloat16"]
 EXTRA_OVERHEAD = 1.1  # on the memory-bound steps around the kernel
 SAMPLES = 5  # decode lengths averaged around the asked one
 SHORTEST, LONGEST = 0.9, 1.1  # of the asked length
-
-
-@dataclass(frozen=True, slots=True)
-class ContextRoofline:
-    """Causal attention of one slice: query heads n come with the query, KV heads are n where ``kv_heads`` is 0."""
-
-    system: SystemSpec
-    fmha: quant.QuantMode
-    kv: quant.QuantMode
-    kv_heads: int
-    head_dim: int
-    window: int
-
-    def split(self, n: F64 | float, s: F64, b: F64, prefix: F64 | float = 0.0) -> Split:
-        """n query heads, s tokens in all, ``prefix`` of them cached, b requests."""
-        new, h = s - prefix, self.head_dim
-        area = (s * s - prefix * prefix) / 2
-        if self.window > 0:
-            area = np.where(s > self.window, new * self.window, area)
-        flops = 4 * b * area * n * h
-        moved = 2 * b * (2 * n * new * h) + self.kv.bytes * b * 2 * (self.kv_heads or n) * s * h
-        return Split.of(flops / self.system.rate(self.fmha) * 1000, self.system.memory_sol_ms(moved))
-
-    def __call__(self, n: F64, s: F64, b: F64) -> F64:
-        return self.split(n, s, b).time
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRoofline:
-    """Attention of one token a request over s - 1 cached ones, or over the window."""
-
-    system: SystemSpec
-    kv: quant.QuantMode
-    kv_heads: int
-    head_dim: int
-    window: int
-
-    def split(self, n: F64 | float, b: F64, s: F64) -> Split:
-        h, kv_heads = self.head_dim, self.kv_heads or n
-        length = s - 1 if self.window == 0 else np.minimum(s - 1, self.window)
-        moved = b * (4 * n * h + 2 * kv_heads * length * h * self.kv.bytes)
-        return Split.of(4 * b * n * h * length / self.rate() * 1000, self.system.memory_sol_ms(moved))
-
-    def __call__(self, n: F64, b: F64, s: F64) -> F64:
-        return self.split(n, b, s).time
-
-    def rate(self) -> float:
-        low = self.kv.rate == "fp8" and self.system.has_fp8_decode_attention
-        return self.system.rate(self.kv if low else BF16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +109,7 @@ class ContextAttention(Op):
             full = part.s + part.prefix
             surface = self._kernels(db).measured(db)
             answer = measured(surface, (heads, full, part.batch), self.name, ("num_heads", "isl", "batch_size"))
-            return answer.scaled(causal_share(np.maximum(full, 1.0), part.prefix))
+            return answer.scaled(causal_share(full, part.prefix))
 
         def empirical(part: Points) -> Answer:
             basis = self._kernels(db).basis(db)
@@ -279,11 +228,6 @@ class GenerationAttention(Op):
         self._roofline(db, self.head_dim, self.window).rate()
         table, scale = self._tabulated(db, self._kernels(db).measured(db)), self.scale
         return None if table is None else lambda batch, s, prefix: table.one(batch, s) * scale
-
-
-def causal_share(full: T, prefix: T) -> T:
-    """The share of the causal area of ``full`` tokens that is left to compute behind a cached prefix."""
-    return (full * full - prefix * prefix) / (full * full)
 
 
 def _samples(s: F64) -> F64:
