@@ -10,7 +10,7 @@ from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
 from perfcast_engine.models.build import ModelPlan, build
 from perfcast_engine.models.deployment import Deployment
-from perfcast_engine.models.families import ROWS
+from perfcast_engine.models.families import LAYERS, PARTS, ROWS, segments
 from perfcast_engine.models.kv_cache import kv_curve
 from perfcast_engine.models.quantization import QuantModes
 from perfcast_engine.models.registry import Registry
@@ -239,10 +239,22 @@ def test_vision_towers_are_a_list_of_their_own():
     assert whole.weight_bytes == sum(op.weight_bytes() for op in whole.context)
 
 
-def test_every_family_of_the_registry_has_a_row_and_builds():
-    for model, spec in REGISTRY.models.items():
-        assert spec.family in ROWS
-        assert plan(model, "trtllm").context, model
+@pytest.mark.parametrize("profile", [REFERENCE, CORRECTED])
+@pytest.mark.parametrize("backend", ["trtllm", "sglang", "vllm"])
+def test_every_model_of_the_registry_builds(backend, profile):
+    for model in REGISTRY.models:
+        listed = plan(model, backend, profile=profile)
+        assert listed.context and listed.generation and listed.weight_bytes > 0, model
+        assert (listed.kv.bytes([1, 1000]) >= 0).all(), model
+
+
+def test_rows_name_only_parts_that_exist():
+    for row in ROWS.values():
+        for _, parts in segments(row):
+            assert parts
+        for word in row.lists.replace(";", " ").split():
+            known = word in PARTS or word.rstrip(":") in LAYERS
+            assert known or "norm" in word or word.startswith("ar_") or word.endswith(("_ar", "allreduce")), word
 
 
 @pytest.mark.parametrize(

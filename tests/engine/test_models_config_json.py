@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from perfcast_engine.errors import InvalidField, UnknownName
-from perfcast_engine.models.config_json import ARCHITECTURES, from_directory, from_json, from_text
+from perfcast_engine.models.architectures import ARCHITECTURES
+from perfcast_engine.models.config_json import from_directory, from_json, from_text
 from perfcast_engine.models.registry import Registry
 
 LLAMA = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from perfcast_engine.models import attention, ffn, layers, listing, recurrent
+from perfcast_engine.models import attention, ffn, layers, listing, recurrent, sparse_attention, wide_experts
 from perfcast_engine.models.layers import Layers
 from perfcast_engine.models.listing import Family, Part
 
@@ -27,9 +27,10 @@ LAYERS: Mapping[str, Layers] = {
     **{letter: layers.of_block(letter) for letter in "M*E-"},
 }
 PARTS: Mapping[str, Part] = {
-    **_by_name(*listing.PARTS, *attention.PARTS, *recurrent.PARTS, *ffn.PARTS),
-    **{f"narrow_{name}": attention.narrow_norm(name) for name in ("attn_norm", "ffn_norm")},
-    **{f"shared_{name}": attention.shared_norm(name) for name in ("add_norm_1", "add_norm_2")},
+    **_by_name(*listing.PARTS, *attention.PARTS, *sparse_attention.PARTS, *recurrent.PARTS),
+    **_by_name(*ffn.PARTS, *wide_experts.PARTS),
+    **{f"narrow_{name}": sparse_attention.narrow_norm(name) for name in ("attn_norm", "ffn_norm")},
+    **{f"shared_{name}": sparse_attention.shared_norm(name) for name in ("add_norm_1", "add_norm_2")},
 }
 
 _DENSE = Family(
