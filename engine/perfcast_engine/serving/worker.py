@@ -73,7 +73,7 @@ def worker_of(engine: Engine) -> Worker:
             out_hidden=x.out_hidden_size,
             projectors=x.projector_n_instances,
             tp=d.tp,
-            data_parallel=d.encoder_dp,
+            data_parallel=d.config.encoder_dp,
         )
     memory = MemoryModel(
         system=db.system,
