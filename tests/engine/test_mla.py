@@ -350,3 +350,27 @@ def test_arrays_answer_as_their_points_do(op, mode, asked):
     )
     batch, s, prefix = map(np.array, zip(*asked, strict=True))
     assert_pointwise(op, database(*tables, mode=mode), Points.of(batch, s, prefix))
+
+
+@given(
+    st.sampled_from(
+        [prefill(), prefill(cp=4, scale=2.0), decode(), module(scale=2.0), decode_module(), WIDE.context(cp=2)]
+    ),
+    st.integers(0, 6),
+    st.integers(0, 1100),
+    st.integers(0, 900),
+)
+def test_one_point_without_arrays_is_the_same_or_left_to_them(op, batch, s, prefix):
+    db = database(KERNEL, DECODE, MODULE, DECODE_MODULE, *WIDE.tables("flashinfer"))
+    block = Fallback(name="block", primary=op, fallback=(), scale=3.0)
+    quick = block.quick(db)(batch, s, prefix)
+    if 1 <= batch <= 4 and 512 <= s <= 1024 - prefix:
+        assert quick == quick
+    if quick == quick:
+        assert quick == pytest.approx(ms(block, db, batch, s, prefix), rel=1e-12)
+
+
+def test_no_short_cut_without_measurements():
+    assert prefill().quick(database()) is None
+    assert prefill().quick(database(KERNEL, mode=Mode.EMPIRICAL)) is None
+    assert WIDE.context(attn_backend="odd").quick(database(*WIDE.tables("fa3"))) is None

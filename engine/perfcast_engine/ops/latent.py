@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil, nan
 from typing import ClassVar
 
 import numpy as np
 
 from perfcast_engine.answer import F64, Answer, Points, total
+from perfcast_engine.errors import EngineError
 from perfcast_engine.interp.grid import Query
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import UtilGrid
@@ -30,7 +33,6 @@ from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key
 
 BF16 = FMHA["bfloat16"]
-ONE = Points.of(1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,19 @@ class LatentBlock(Op):
         self.check_rates(db.system)
         return total((self._piece(db, part) for part in self.chunks(at)), len(at))
 
+    def quick(self, db: Database) -> Quick | None:
+        if not db.mode.shared:
+            return None
+        try:
+            self.check_rates(db.system)
+            return self.reader(self.surface(db).one)
+        except EngineError:  # which ``evaluate`` words, or answers by an estimate
+            return None
+
+    @abstractmethod
+    def reader(self, read: Callable[[float, float, float], float]) -> Quick:
+        """``quick`` by what looks up one point of the table."""
+
     def _piece(self, db: Database, at: Points) -> Answer:
         def silicon(at: Points) -> Answer:
             return self.corrected(measured(self.surface(db), self.query(at), self.name, self.axes), at)
@@ -125,6 +140,17 @@ class ContextBlock(LatentBlock):
     def check_rates(self, system: SystemSpec) -> None:
         system.rate(FMHA[self.fmha_quant])
 
+    @property
+    def ranks(self) -> int:
+        """GPUs that share the sequence: each computes the first and the last of twice as many equal parts."""
+        return 1
+
+    def chunks(self, at: Points) -> list[Points]:
+        if self.ranks <= 1:
+            return [at]
+        part = np.maximum(np.ceil(at.s / (2 * self.ranks)), 1.0)
+        return [at.with_(s=part), at.with_(s=part, prefix=np.maximum(at.prefix + at.s - part, 0.0))]
+
     def query(self, at: Points) -> Query:
         return float(self.heads), at.s + at.prefix, at.batch
 
@@ -133,17 +159,21 @@ class ContextBlock(LatentBlock):
         square = (at.s + at.prefix) ** 2
         return answer.scaled((square - at.prefix * at.prefix) / np.maximum(square, 1.0))
 
-    def quick(self, db: Database) -> Quick | None:
-        if not db.mode.shared or len(self.chunks(ONE)) > 1:
-            return None
-        self.check_rates(db.system)
-        read, heads, scale = self.surface(db).one, float(self.heads), self.scale
+    def reader(self, read: Callable[[float, float, float], float]) -> Quick:
+        heads, scale, cp = float(self.heads), self.scale, self.ranks
 
-        def ms(batch: float, s: float, prefix: float) -> float:
+        def piece(batch: float, s: float, prefix: float) -> float:
             full = s + prefix
-            return read(heads, full, batch) * ((full * full - prefix * prefix) / (full * full)) * scale
+            return read(heads, full, batch) * ((full * full - prefix * prefix) / (full * full)) if full > 0 else nan
 
-        return ms
+        def whole(batch: float, s: float, prefix: float) -> float:
+            return piece(batch, s, prefix) * scale
+
+        def halves(batch: float, s: float, prefix: float) -> float:
+            part = max(ceil(s / (2 * cp)), 1)
+            return (piece(batch, part, prefix) + piece(batch, part, max(prefix + s - part, 0))) * scale
+
+        return whole if cp <= 1 else halves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,20 +185,9 @@ class GenerationBlock(LatentBlock):
     def query(self, at: Points) -> Query:
         return float(self.heads), at.batch, at.s
 
-    def quick(self, db: Database) -> Quick | None:
-        if not db.mode.shared:
-            return None
-        self.check_rates(db.system)
-        read, heads, scale = self.surface(db).one, float(self.heads), self.scale
+    def reader(self, read: Callable[[float, float, float], float]) -> Quick:
+        heads, scale = float(self.heads), self.scale
         return lambda batch, s, prefix: read(heads, batch, s) * scale
-
-
-def first_and_last(at: Points, cp: int) -> list[Points]:
-    """What one of ``cp`` context-parallel GPUs computes: the first and the last of 2 cp equal parts."""
-    if cp <= 1:
-        return [at]
-    part = np.maximum(np.ceil(at.s / (2 * cp)), 1.0)
-    return [at.with_(s=part), at.with_(s=part, prefix=np.maximum(at.prefix + at.s - part, 0.0))]
 
 
 def decode_quant(system: SystemSpec, kv_quant: str) -> QuantMode:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from perfcast_engine.answer import F64, Answer, Points
 from perfcast_engine.ops.base import Op, Reads, Split, by_mode, estimated, find_slice, measured, require, slice_of
-from perfcast_engine.ops.latent import ContextBlock, GenerationBlock, decode_quant, first_and_last
+from perfcast_engine.ops.latent import ContextBlock, GenerationBlock, decode_quant
 from perfcast_engine.quant import FMHA, GEMM, KV_CACHE, mode
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
@@ -49,8 +49,9 @@ class ContextMla(_ContextKernel):
     def key(self, db: Database) -> tuple[Key, ...]:
         return self.fmha_quant, self.kv_quant
 
-    def chunks(self, at: Points) -> list[Points]:
-        return first_and_last(at, self.cp)
+    @property
+    def ranks(self) -> int:
+        return self.cp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from perfcast_engine.errors import UnsupportedCombination
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import UtilGrid
 from perfcast_engine.ops.base import Split, find_slice
-from perfcast_engine.ops.latent import BF16, ContextBlock, GenerationBlock, LatentBlock, decode_quant, first_and_last
+from perfcast_engine.ops.latent import BF16, ContextBlock, GenerationBlock, LatentBlock, decode_quant
 from perfcast_engine.quant import FMHA
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
@@ -84,8 +84,9 @@ class WideEpContextMla(_WideEpBlock, ContextBlock):
     def rest(self) -> tuple[Key, ...]:
         return self.fmha_quant, self.kv_quant
 
-    def chunks(self, at: Points) -> list[Points]:
-        return first_and_last(at, self.cp)
+    @property
+    def ranks(self) -> int:
+        return self.cp
 
     def split(self, system: SystemSpec, at: Points) -> Split:
         return self.block_split(system, float(self.heads), at.s + at.prefix, at.batch, at.prefix)
