@@ -14,7 +14,7 @@ from perfcast_engine.ops.base import Op, Reads, Role
 from perfcast_engine.quick import QuickPhase, quick_terms
 from perfcast_engine.step_result import StepResult, combined
 from perfcast_engine.tables.database import Database
-from perfcast_engine.token_table import Column, TokenTable
+from perfcast_engine.token_table import Column, CountTable, TokenTable
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,15 @@ class Phase:
     """One operator list, sorted by what its operators read so that the token-only part is one table look-up.
 
     ``logits_apart``: the logits operator has a token count of its own (prefill). ``split_by_role``: attention is what
-    plays Role.ATTENTION (the reference); otherwise it is every operator that reads the sequence.
+    plays Role.ATTENTION (the reference); otherwise it is every operator that reads the sequence. ``table`` keeps the
+    token-only part.
     """
 
     ops: tuple[Op, ...]
     db: Database
     logits_apart: bool
     split_by_role: bool
+    table: type[CountTable] = TokenTable
 
     def _is_attention(self, op: Op) -> bool:
         return op.role is Role.ATTENTION if self.split_by_role else op.reads is Reads.SEQUENCE
@@ -47,13 +49,13 @@ class Phase:
         return tuple(op for op in self.ops if id(op) not in kept)
 
     @cached_property
-    def tokens(self) -> TokenTable:
+    def tokens(self) -> CountTable:
         ops = (op for op in self.ops if op.reads is Reads.TOKENS and not self._is_attention(op))
-        return TokenTable([op for op in ops if not self._is_logits(op)], self.db)
+        return self.table([op for op in ops if not self._is_logits(op)], self.db)
 
     @cached_property
-    def logits(self) -> TokenTable:
-        return TokenTable([op for op in self.ops if self._is_logits(op)], self.db)
+    def logits(self) -> CountTable:
+        return self.table([op for op in self.ops if self._is_logits(op)], self.db)
 
     @cached_property
     def requests(self) -> TokenTable:
@@ -104,7 +106,7 @@ def _summed(ops: Sequence[Op], db: Database, at: Points) -> StepResult:
     return combined([(op.name, _evaluate(op, db, at)) for op in ops], len(at), listed=False)
 
 
-def _looked_up(table: TokenTable, x: F64) -> StepResult:
+def _looked_up(table: CountTable, x: F64) -> StepResult:
     try:
         column: Column = table(x)
     except EngineError as error:

@@ -15,7 +15,7 @@ from perfcast_engine.answer import F64, Source
 from perfcast_engine.errors import EngineError
 from perfcast_engine.ops.base import Op, Quick
 from perfcast_engine.tables.database import Database
-from perfcast_engine.token_table import TokenTable
+from perfcast_engine.token_table import CountTable
 
 Terms = tuple[tuple[Quick, Source], ...]
 
@@ -27,7 +27,7 @@ class QuickStep:
     ms: float
     by_source: F64
 
-    def add(self, table: TokenTable, count: int) -> None:
+    def add(self, table: CountTable, count: int) -> None:
         if table.ops:
             ms, shares = table.one(count)
             self.ms += ms
@@ -44,9 +44,9 @@ class QuickStep:
 class QuickPhase:
     """One operator list as tables over counts and short cuts over (batch, s, prefix)."""
 
-    tokens: TokenTable
-    logits: TokenTable
-    requests: TokenTable
+    tokens: CountTable
+    logits: CountTable
+    requests: CountTable
     attention: Terms
     others: Terms
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from perfcast_engine.profiles import (
 from perfcast_engine.quick import QuickStep
 from perfcast_engine.step_result import StepResult, blanked, gathered
 from perfcast_engine.tables.database import Database
+from perfcast_engine.token_table import CountTable
 
 MAX_COUNT = 2**32 - 1
 MAX_SAMPLES = 1_000_000  # of all trajectories in one call; bounds memory and time
@@ -72,12 +73,16 @@ class RankWork:
         return RankWork(*(getattr(self, name)[which] for name in self.__slots__))
 
 
+Phases = dict[Hashable, Phase]
+
+
 @dataclass(frozen=True)
 class StepModel:
     """The steps of one engine: operator lists of prefill and decode against one database.
 
     ``nextn``: speculative draft depth; decode steps carry nextn + 1 query tokens per request. ``profile`` says which
-    faults of the reference's mixed steps are reproduced.
+    faults of the reference's mixed steps are reproduced. ``shared``: phases of the engines of one search, which
+    often have one in common and are asked a few times only.
     """
 
     context: tuple[Op, ...]
@@ -85,14 +90,22 @@ class StepModel:
     db: Database
     nextn: int = 0
     profile: Profile = CORRECTED
+    shared: Phases | None = field(default=None, compare=False)
 
     @cached_property
     def _context(self) -> Phase:
-        return Phase(self.context, self.db, logits_apart=True, split_by_role=self.profile[ATTENTION_BY_ROLE])
+        return self._phase(self.context, logits_apart=True)
 
     @cached_property
     def _generation(self) -> Phase:
-        return Phase(self.generation, self.db, logits_apart=False, split_by_role=self.profile[ATTENTION_BY_ROLE])
+        return self._phase(self.generation, logits_apart=False)
+
+    def _phase(self, ops: tuple[Op, ...], logits_apart: bool) -> Phase:
+        split = self.profile[ATTENTION_BY_ROLE]
+        if self.shared is None:
+            return Phase(ops, self.db, logits_apart, split)
+        key = (ops, id(self.db), logits_apart, split)
+        return self.shared.setdefault(key, Phase(ops, self.db, logits_apart, split, CountTable))
 
     def prefill(
         self, batch: Any, isl: Any, prefix: Any = 0, imbalance: Any = 1.0, *, operators: bool = False

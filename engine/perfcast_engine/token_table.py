@@ -43,8 +43,9 @@ def sum_by_source(answers: Sequence[Answer], n: int) -> F64:
     return out
 
 
-class TokenTable:
-    """The summed latency of ``ops``, each reading the token count only, at integer counts; filled as asked.
+class CountTable:
+    """The summed latency of ``ops``, each reading the token count only, at the integer counts asked for so far; small,
+    for an engine that is asked a few times.
 
     Exact by construction: counts are integers and every integer is evaluated by the operators themselves.
     """
@@ -52,6 +53,40 @@ class TokenTable:
     def __init__(self, ops: Sequence[Op], db: Database) -> None:
         self.ops = tuple(ops)
         self._db = db
+        self._known = np.zeros(0, np.int64), _empty(0)
+
+    def __call__(self, x: F64) -> Column:
+        """Sums at counts ``x`` (N,), non-negative integers as float64."""
+        counts, kept = self._known
+        asked, back = np.unique(x.astype(np.int64), return_inverse=True)
+        new = asked[~np.isin(asked, counts, assume_unique=True)]
+        if len(new):
+            counts, parts = np.concatenate([counts, new]), zip(kept, self.evaluate(new), strict=True)
+            order = np.argsort(counts)
+            counts, kept = counts[order], Column(*(np.concatenate(pair)[order] for pair in parts))
+            self._known = counts, kept
+        return kept.take(np.searchsorted(counts, asked)[back])
+
+    def one(self, count: int) -> tuple[float, F64]:
+        """The sum at one count, NaN where an operator misses it, and its share (5,) by Source."""
+        column = self(np.array([float(count)]))
+        return float(column.ms[0]), column.by_source[0]
+
+    def evaluate(self, counts: np.ndarray) -> Column:
+        """Sums at ``counts`` straight from the operators."""
+        answers = self.answers(counts.astype(np.float64))
+        return column_of(total(answers, len(counts)), sum_by_source(answers, len(counts)))
+
+    def answers(self, x: F64) -> list[Answer]:
+        at = Points.of(x, 1, 0, x)
+        return [op.evaluate(self._db, at) for op in self.ops]
+
+
+class TokenTable(CountTable):
+    """A count table that fills whole blocks ahead and answers by index; for an engine that is asked all the time."""
+
+    def __init__(self, ops: Sequence[Op], db: Database) -> None:
+        super().__init__(ops, db)
         self._lock = threading.Lock()
         self._filled = np.zeros(0, np.bool_)
         self._kept = _empty(0)
@@ -68,20 +103,9 @@ class TokenTable:
         return self._kept.take(counts)
 
     def one(self, count: int) -> tuple[float, F64]:
-        """The sum at one count, NaN where an operator misses it, and its share (5,) by Source."""
         if count >= LIMIT or not (count < len(self._filled) and self._filled[count]):
-            column = self(np.array([float(count)]))
-            return float(column.ms[0]), column.by_source[0]
+            return super().one(count)
         return self._kept.ms.item(count), self._kept.by_source[count]
-
-    def evaluate(self, counts: np.ndarray) -> Column:
-        """Sums at ``counts`` straight from the operators."""
-        answers = self.answers(counts.astype(np.float64))
-        return column_of(total(answers, len(counts)), sum_by_source(answers, len(counts)))
-
-    def answers(self, x: F64) -> list[Answer]:
-        at = Points.of(x, 1, 0, x)
-        return [op.evaluate(self._db, at) for op in self.ops]
 
     @property
     def nbytes(self) -> int:

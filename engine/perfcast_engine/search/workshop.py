@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.errors import EngineError
@@ -14,6 +14,7 @@ from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.search.space import EP_SIZES
 from perfcast_engine.search.task import Candidate
 from perfcast_engine.serving.worker import worker_of
+from perfcast_engine.step import Phases
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import TRANSFER_PRESETS
@@ -21,10 +22,11 @@ from perfcast_engine.tables.database import TRANSFER_PRESETS
 
 @dataclass(frozen=True, slots=True)
 class TableWorkshop:
-    """Engines over the tables of a catalog and the models of a registry."""
+    """Engines over the tables of a catalog and the models of a registry, for one search."""
 
     catalog: Catalog
     registry: Registry
+    _phases: Phases = field(default_factory=dict, repr=False)
 
     def model(self, config: EngineConfig) -> ModelSpec:
         spec = config.model if isinstance(config.model, ModelSpec) else self.registry.get(config.model)
@@ -54,6 +56,6 @@ class TableWorkshop:
     def workers(self, config: EngineConfig, mappings: Sequence[ParallelConfig]) -> Iterator[Candidate]:
         for mapping in mappings:
             try:
-                yield worker_of(resolve(replace(config, parallel=mapping), self.catalog, self.registry))
+                yield worker_of(resolve(replace(config, parallel=mapping), self.catalog, self.registry), self._phases)
             except EngineError as error:
                 yield error

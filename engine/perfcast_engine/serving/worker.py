@@ -16,7 +16,7 @@ from perfcast_engine.profiles import Profile
 from perfcast_engine.serving.encoder import Encoder
 from perfcast_engine.serving.rows import Rows
 from perfcast_engine.serving.workload import Workload
-from perfcast_engine.step import StepModel
+from perfcast_engine.step import Phases, StepModel
 from perfcast_engine.step_result import StepResult
 
 
@@ -58,8 +58,8 @@ class Worker:
         return self.encoder.bytes(load.images, batch) if self.encoder else (0.0, np.zeros(len(batch)))
 
 
-def worker_of(engine: Engine) -> Worker:
-    """The serving view of a resolved engine."""
+def worker_of(engine: Engine, shared: Phases | None = None) -> Worker:
+    """The serving view of a resolved engine. ``shared``: see StepModel."""
     plan, db, d = engine.plan, engine.db, engine.plan.deployment
     spec, x = d.spec, d.spec.x
     encoder = None
@@ -94,7 +94,7 @@ def worker_of(engine: Engine) -> Worker:
         kv_tokens=lambda budget: plan.kv.tokens(budget, spec.ctx),
     )
     return Worker(
-        step=StepModel(plan.context, plan.generation, db, d.nextn, d.profile),
+        step=StepModel(plan.context, plan.generation, db, d.nextn, d.profile, shared),
         memory=memory,
         parallel=replace(d.parallel, moe_tp=d.moe_tp, moe_ep=d.moe_ep),
         layers=spec.layers,
