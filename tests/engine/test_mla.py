@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from perfcast_engine.answer import Points, Source, Tier
-from perfcast_engine.errors import EmpiricalBasisMissing, InvalidField, PerfDataMissing, SystemFlopsMissing
+from perfcast_engine.errors import (
+    EmpiricalBasisMissing,
+    InvalidField,
+    PerfDataMissing,
+    SolNotDefined,
+    SystemFlopsMissing,
+)
 from perfcast_engine.ops.composite import Fallback
 from perfcast_engine.ops.mla import ContextMla, ContextMlaModule, GenerationMla, GenerationMlaModule, MlaBmm
 from perfcast_engine.ops.wideep_mla import WideEpContextMla, WideEpGenerationMla
@@ -298,6 +304,10 @@ class TestLargeEp:
             prefill_ms(16, 64, 1) + prefill_ms(16, 256, 1) * (1 - 192**2 / 256**2)
         )
         assert ms(self.generation(attn_backend="fa3"), db, 3, 640) == pytest.approx(decode_ms(16, 3, 640))
+
+    def test_no_split_of_the_roofline(self):
+        with pytest.raises(SolNotDefined):
+            self.generation().sol_split(database(), Points.of(1, 64))
 
     def test_kernel_of_blackwell_stands_in(self):
         db = database(*self.tables("trtllm_mla"))

@@ -11,6 +11,7 @@ from perfcast_engine.errors import (
     EmpiricalBasisMissing,
     InvalidField,
     PerfDataMissing,
+    SolNotDefined,
     SystemFlopsMissing,
     UnsupportedCombination,
 )
@@ -268,6 +269,12 @@ class TestDispatch:
         roofline = ask(op, replace(db, mode=Mode.SOL, _kept={}), [16]).ms[0]
         assert roofline == pytest.approx(16 * 2 * 1024 / 5e10 * 1000)
         assert ask(op, replace(db, mode=Mode.EMPIRICAL, _kept={}), [32]).ms == pytest.approx([1.0])
+
+    def test_roofline_split_of_nothing_only(self):
+        at = Points.of(1, 1, x=[3])
+        assert self.op(moe_ep=1).sol_split(self.DB, at).time.tolist() == [0.0]
+        with pytest.raises(SolNotDefined):
+            self.op().sol_split(self.DB, at)
 
     def test_refusals(self):
         with pytest.raises(UnsupportedCombination, match="retired"):

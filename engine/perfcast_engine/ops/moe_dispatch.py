@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from perfcast_engine.answer import F64, Answer, Points, Source, total
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
-from perfcast_engine.ops.base import Op, by_mode, estimated, find_slice, measured, require, slice_of
+from perfcast_engine.ops.base import Op, Split, by_mode, estimated, find_slice, measured, require, slice_of
 from perfcast_engine.ops.collective import AllReduce, Nccl
 from perfcast_engine.quant import MOE, mode
 from perfcast_engine.system import SystemSpec
-from perfcast_engine.tables.database import Database
+from perfcast_engine.tables.database import Database, Mode
 
 TRTLLM_FLAVOR, RETIRED_FLAVOR = "TrtllmAlltoall", "RetiredDeepEp"
 PACKED = {"nvfp4": 0.25 + 0.03125, "fp8": 0.5, "fp8_block": 0.5}  # size on the wire relative to half precision
@@ -67,6 +67,11 @@ class MoeDispatch(Op):
         rule = next((rule for rule in rules if rule.applies(self, db.system)), NOTHING)
         steps = rule.pre if self.pre else rule.post
         return total((step.price(self, db, at) for step in steps), len(at)).tagged(Source.SILICON)
+
+    def sol(self, db: Database, at: Points) -> Split:
+        """Of an exchange of nothing; SolNotDefined for any other."""
+        time = self.price(db.in_mode(Mode.SOL), at).ms
+        return super().sol(db, at) if time.any() else Split.memory(time)
 
 
 class Step(NamedTuple):

@@ -11,7 +11,7 @@ from perfcast_engine.answer import F64, Points
 from perfcast_engine.errors import UnsupportedCombination
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import UtilGrid
-from perfcast_engine.ops.base import Split, find_slice
+from perfcast_engine.ops.base import Op, Split, find_slice
 from perfcast_engine.ops.latent import BF16, ContextBlock, GenerationBlock, LatentBlock, decode_quant
 from perfcast_engine.quant import FMHA
 from perfcast_engine.system import SystemSpec
@@ -31,6 +31,9 @@ class _WideEpBlock(LatentBlock):
 
     def check_rates(self, system: SystemSpec) -> None:
         """A missing table is named before a missing rate here."""
+
+    def sol(self, db: Database, at: Points) -> Split:
+        return Op.sol(self, db, at)
 
     def rest(self) -> tuple[Key, ...]:
         """The part of the key after the kernel."""
