@@ -7,11 +7,13 @@ from math import nan
 
 import numpy as np
 
-from perfcast_engine.answer import F64
+from perfcast_engine.answer import F64, Mask
+from perfcast_engine.interp.grid import Ints
 from perfcast_engine.interp.plane import Plane
 
-BLOCK = 2048  # lengths that are tabulated together
-LIMIT = 1 << 18  # longer ones are not
+BLOCK = 1024  # lengths that are tabulated together
+BLOCKS = 64  # tabulated blocks that are kept
+LIMIT = 1 << 18  # longer lengths are not tabulated
 
 
 class Averaged:
@@ -26,10 +28,7 @@ class Averaged:
         self._batch = plane.axes[0]
         size = min(int(plane.axes[1].knots[-1]) + 2, LIMIT)
         self._size = -(-size // BLOCK) * BLOCK
-        # pages of zeros cost nothing until a block is written
-        self._means = np.zeros((len(self._batch.knots) + 2, self._size))
-        self._flat = self._means.ravel()
-        self._filled = np.zeros(self._size // BLOCK, np.bool_)
+        self._state = self._empty()
 
     def at(self, batch: F64, length: F64) -> F64:
         """The mean at each point; NaN where a sample is outside of the plane and for a length that is no integer."""
@@ -37,11 +36,9 @@ class Averaged:
         known = (s >= 0) & (s < self._size) & (s == length)
         if not known.all():
             s = np.where(known, s, 0)
-        if not self._filled.take(s // BLOCK).all():
-            self._fill(s)
+        flat = self._means(s // BLOCK).ravel()
         low, high, weight = self._batch.cell(batch)
-        a = self._flat.take(low * self._size + s)
-        b = self._flat.take(high * self._size + s)
+        a, b = flat.take(low * self._size + s), flat.take(high * self._size + s)
         return np.where(known, a + (b - a) * weight, np.nan)
 
     def one(self, batch: float, length: float) -> float:
@@ -49,25 +46,39 @@ class Averaged:
         s = int(length)
         if not 0 <= s < self._size or s != length:
             return nan
-        if not self._filled[s // BLOCK]:
-            self._fill(np.array([s]))
+        means, filled = self._state
+        if not filled[s // BLOCK]:
+            means = self._means(np.array([s // BLOCK]))
         low, high, weight = self._batch.one(batch)
-        a: float = self._means.item(low, s)
-        return a if low == high else a + (self._means.item(high, s) - a) * weight
+        a: float = means.item(low, s)
+        return a if low == high else a + (means.item(high, s) - a) * weight
 
-    def _fill(self, s: np.ndarray) -> None:
-        for block in np.unique(s // BLOCK):
-            if self._filled[block]:
-                continue
-            columns = slice(block * BLOCK, (block + 1) * BLOCK)
-            asked = self._spread(np.arange(columns.start, columns.stop, dtype=np.float64)).astype(np.intp)
-            lengths = np.arange(asked.min(), asked.max() + 1)
-            knots = self._plane.axes[1].knots
-            for row, values in enumerate(self._plane.values):
-                there = ~np.isnan(values[1:-1])
-                if there.any():
-                    line = np.interp(lengths, knots[there], values[1:-1][there], left=np.nan, right=np.nan)
-                    self._means[row, columns] = line[asked - lengths[0]].sum(axis=0) / len(asked)
-                else:
-                    self._means[row, columns] = np.nan
-            self._filled[block] = True
+    def _empty(self) -> tuple[F64, Mask]:
+        # pages of zeros cost nothing until a block is written
+        return np.zeros((len(self._batch.knots) + 2, self._size)), np.zeros(self._size // BLOCK, np.bool_)
+
+    def _means(self, blocks: Ints) -> F64:
+        """Means (batch, length) of which at least ``blocks`` are filled in."""
+        means, filled = self._state
+        if filled.take(blocks).all():
+            return means
+        if np.count_nonzero(filled) >= BLOCKS:
+            means, filled = self._empty()  # who reads the old ones goes on reading them
+        for block in np.unique(blocks):
+            if not filled[block]:
+                self._fill(means, slice(block * BLOCK, (block + 1) * BLOCK))
+                filled[block] = True
+        self._state = means, filled
+        return means
+
+    def _fill(self, means: F64, columns: slice) -> None:
+        asked = self._spread(np.arange(columns.start, columns.stop, dtype=np.float64)).astype(np.intp)
+        lengths = np.arange(asked.min(), asked.max() + 1)
+        knots = self._plane.axes[1].knots
+        for row, values in enumerate(self._plane.values):
+            there = ~np.isnan(values[1:-1])
+            if there.any():
+                line = np.interp(lengths, knots[there], values[1:-1][there], left=np.nan, right=np.nan)
+                means[row, columns] = line[asked - lengths[0]].sum(axis=0) / len(asked)
+            else:
+                means[row, columns] = np.nan

@@ -105,8 +105,8 @@ class _Step(NamedTuple):
 
 
 def _descend(level: Level, nodes: Ints, c: F64) -> _Step:
-    floor = np.clip(np.floor(c), -1, level.span - 1).astype(np.int64)
-    low = np.searchsorted(level.search, nodes * level.span + floor, "right") - 1
+    floor = np.minimum(c, level.span - 1).astype(np.int64)  # coordinates are not negative
+    low = level.search.searchsorted(nodes * level.span + floor, "right") - 1
     first, last = level.start[nodes], level.start[nodes + 1] - 1
     low = np.maximum(low, first)
     below = level.keys[low]

@@ -52,13 +52,14 @@ class Axis:
         return knots
 
     @cached_property
-    def _by_integer(self) -> NDArray[np.intp]:
+    def _by_integer(self) -> NDArray[np.uint16]:
         """How many knots are at or below 0, 1, 2 ... and one more than the last knot."""
-        return self.knots.searchsorted(np.arange(self.knots[-1] + 2), "right")
+        return self.knots.searchsorted(np.arange(self.knots[-1] + 2), "right").astype(np.uint16)
 
     def cell(self, c: F64) -> Cell:
         if len(c) > FEW and self.knots[-1] < INTEGERS:
-            low = self._by_integer.take(c.astype(np.intp), mode="clip")  # knots are integers
+            floor = np.minimum(c, self.knots[-1] + 1).astype(np.intp)  # knots are integers
+            low = self._by_integer.take(floor, mode="clip").astype(np.intp)
         else:
             low = self.knots.searchsorted(c, "right")
         weight = (c - self._origin.take(low)) / self._width.take(low)

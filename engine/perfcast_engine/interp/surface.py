@@ -18,6 +18,7 @@ from perfcast_engine.interp.util import UtilGrid
 
 ANCHORS = 4
 TINY = 1e-12
+SHEETS = 32  # of one surface that are kept
 
 
 class Resolved(NamedTuple):
@@ -87,9 +88,12 @@ class Surface:
     def sheets(self, *lead: float) -> tuple[tuple[float, Sheet], ...]:
         """The resampled sheets of the grid at one outer coordinate (of the whole grid without one): the first as it is
         and the second, where there is one, blended into it at its weight. None beyond the outer keys."""
-        if lead not in self._sheets:
-            self._sheets[lead] = self._resample(*lead)
-        return self._sheets[lead]
+        found = self._sheets.get(lead)
+        if found is None:
+            if len(self._sheets) >= SHEETS:
+                self._sheets.clear()
+            found = self._sheets[lead] = self._resample(*lead)
+        return found
 
     def _split(self, query: tuple[Any, ...]) -> tuple[tuple[float, ...], tuple[Any, ...]]:
         """The leading number, if sheets are made for one, and what is left."""

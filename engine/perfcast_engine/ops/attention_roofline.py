@@ -68,4 +68,5 @@ class GenerationRoofline:
 def causal_share(full: T, prefix: T) -> T:
     """The share of the causal area of ``full`` tokens that is left to compute behind a cached prefix; 0 of nothing."""
     square = full * full
-    return (square - prefix * prefix) / (square + (square == 0))
+    share: T = (square - prefix * prefix) / (square + (square == 0))
+    return share

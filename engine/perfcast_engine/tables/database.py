@@ -13,6 +13,8 @@ from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.table import Table
 
 T = TypeVar("T")
+KEPT = 2048  # derived structures of one database
+_ABSENT = object()
 
 
 class Mode(StrEnum):
@@ -77,10 +79,17 @@ class Database:
         return table
 
     def kept(self, key: Hashable, build: Callable[[], T]) -> T:
-        """``build()`` once per key; for structures derived from tables (site indexes, util grids)."""
-        if key not in self._kept:
-            self._kept[key] = build()
-        return cast(T, self._kept[key])
+        """``build()`` once per key; for structures derived from tables (site indexes, util grids). The oldest are
+        forgotten, so that no stream of ever new shapes fills the memory."""
+        found = self._kept.get(key, _ABSENT)
+        if found is not _ABSENT:
+            return cast(T, found)
+        built = build()
+        if len(self._kept) >= KEPT:
+            for old in list(self._kept)[: KEPT // 4]:
+                self._kept.pop(old, None)
+        self._kept[key] = built
+        return built
 
     def in_mode(self, mode: Mode) -> Database:
         """This database answered in another mode; itself if it is in that one."""

@@ -51,7 +51,7 @@ class Table:
     ms: F64
     power: F64 | None = None
     own: NDArray[np.bool_] | None = None
-    _grids: dict[tuple[Key, ...], Grid | None] = field(default_factory=dict, repr=False)
+    _grids: dict[tuple[Key, ...], Grid] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.ms)
@@ -102,14 +102,12 @@ class Table:
         """The nested grid over the key columns that follow ``prefix`` (kept); None if no row has that prefix."""
         if prefix not in self._grids:
             rows = self.rows(*prefix)
-            self._grids[prefix] = (
-                None
-                if rows is None
-                else Grid.of(
-                    [column[rows].astype(np.int64) for column in self._stored()[len(prefix) :]],
-                    self.ms[rows],
-                    None if self.power is None else self.power[rows],
-                )
+            if rows is None:
+                return None
+            self._grids[prefix] = Grid.of(
+                [column[rows].astype(np.int64) for column in self._stored()[len(prefix) :]],
+                self.ms[rows],
+                None if self.power is None else self.power[rows],
             )
         return self._grids[prefix]
 
