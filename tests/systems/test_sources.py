@@ -111,3 +111,15 @@ def test_malformed_declarations_name_the_file(tree: Tree):
         DataTree(tree.root)
     with pytest.raises(BuildError, match="no data directory"):
         DataTree(tree.root / "data/gpu")
+
+
+@pytest.mark.parametrize("rules", [{"defaults": [1]}, {"defaults": {"vllm": "1.0.0"}}, {"overrides": {"gpu": 3}}])
+def test_malformed_rules_of_a_tree_are_told(tree: Tree, rules: dict[str, object]):
+    tree.put("gpu/gemm/vllm/1.0.0/gemm", [{"latency": 1.0}], GEMM)
+    tree.rules(rules)
+    with pytest.raises(BuildError, match="malformed"):
+        tree.build()
+    tree.rules({"defaults": {}})
+    (tree.root / "perf_data_reuse_manifest.yaml").write_text("groups: [{tier: shared}]")
+    with pytest.raises(BuildError, match="malformed"):
+        tree.build()

@@ -55,7 +55,13 @@ class Builder:
         self.tree = tree
         self.rules = tree.yaml("query_versions.yaml") or _ours("versions.yaml")
         manifest = tree.yaml("perf_data_reuse_manifest.yaml")
-        self.sharing = Sharing.of_manifest(manifest) if manifest else Sharing.of_rules(_ours("sharing.yaml"))
+        try:
+            self.sharing = Sharing.of_manifest(manifest) if manifest else Sharing.of_rules(_ours("sharing.yaml"))
+            self.targets()
+        except (AttributeError, KeyError, TypeError) as error:
+            raise BuildError(
+                f"{tree.root}: query_versions.yaml or perf_data_reuse_manifest.yaml is malformed: {error}"
+            ) from error
         self._rows: dict[Path, Rows | BuildError] = {}
         self._system = ""
 
