@@ -14,6 +14,7 @@ from perfcast.v1 import common_pb2
 from perfcast_engine.errors import EngineError
 from perfcast_engine.predictor import Engine, Predictor
 from perfcast_engine.step_result import StepResult
+from perfcast_engine.tables.database import Mode
 
 from perfcast_server import wire
 from perfcast_server.cache import Lru, SingleFlight
@@ -34,6 +35,11 @@ class Ready:
     engine: Engine
     stamp: common_pb2.EngineStamp
     original: common_pb2.EngineConfig
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether nothing in its answers can be borrowed, so that their tier need not be asked for."""
+        return self.engine.config.database_mode is Mode.SILICON
 
 
 class Engines:

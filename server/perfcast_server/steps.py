@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
+from perfcast_engine.quick import QuickStep
 from perfcast_engine.step import StepModel
 from perfcast_engine.step_result import StepResult
 
@@ -30,29 +31,36 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of step. ``call`` is the engine's method; ``below`` pairs fields of which the first must be smaller."""
+    """One kind of step. ``call`` is the engine's method for arrays, ``quick`` the one for a single point that has no
+    attention imbalance; ``below`` pairs fields of which the first must be smaller."""
 
     call: str
     fields: tuple[Field, ...]
     below: tuple[str, str] | None = None
+    quick: str | None = None
 
 
 PREFIX = Field("prefix_tokens", "prefix", default=0)
+IMBALANCE = Field("attention_imbalance", "imbalance", default=1.0)
 BATCH = Field("batch_per_rank", "batch", least=1)
 ISL = Field("isl_tokens", "isl", least=1)
 OSL = Field("osl_tokens", "osl", least=1)
 KINDS: Mapping[str, Kind] = {
     "prefill": Kind(
         "prefill",
-        (BATCH, ISL, PREFIX, Field("attention_imbalance", "imbalance", default=1.0)),
+        (BATCH, ISL, PREFIX, IMBALANCE),
         below=("prefix_tokens", "isl_tokens"),
+        quick="quick_prefill",
     ),
-    "decode_step": Kind("decode_step", (Field("batch_per_rank", "gen_requests", least=1), ISL, OSL)),
+    "decode_step": Kind(
+        "decode_step", (Field("batch_per_rank", "gen_requests", least=1), ISL, OSL), quick="quick_decode"
+    ),
     "decode_trajectory": Kind("decode", (BATCH, ISL, OSL)),
     "mixed": Kind(
         "mixed",
         (Field("ctx_tokens_per_rank", "ctx_tokens"), Field("gen_requests_per_rank", "gen_requests"), ISL, OSL, PREFIX),
         below=("prefix_tokens", "isl_tokens"),
+        quick="quick_mixed",
     ),
 }
 
@@ -65,6 +73,15 @@ class Query:
     points: int
     weight: int
     arguments: Mapping[str, Any]
+
+    def ask_quick(self, steps: StepModel) -> QuickStep | None:
+        """The answer to a question about one point where the engine has it at hand; bit for bit that of ``ask``."""
+        quick = KINDS[self.kind].quick
+        arguments = {name: value for name, value in self.arguments.items() if name != IMBALANCE.engine}
+        if quick is None or self.arguments.get(IMBALANCE.engine, 1.0) != 1.0:
+            return None
+        step: QuickStep | None = getattr(steps, quick)(**arguments)
+        return step
 
     def ask(self, steps: StepModel, operators: bool = False) -> StepResult:
         result: StepResult = getattr(steps, KINDS[self.kind].call)(**self.arguments, operators=operators)

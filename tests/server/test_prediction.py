@@ -53,10 +53,13 @@ def test_resolving_the_resolved_configuration_gives_the_same_handle(client: Clie
         (Mixed(8192, 32, 4096, 512, prefix=128), "mixed", (8192, 32, 4096, 512, 128)),
     ],
 )
-def test_a_step_is_the_engine_s_to_the_last_bit(client: Client, engine: Engine, step, call, arguments) -> None:
+def test_a_step_is_the_engine_s_with_and_without_its_operators(
+    client: Client, engine: Engine, step, call, arguments
+) -> None:
     own = getattr(engine.steps, call)(*arguments)
     told = client.predict(CONFIG, step, operators=True)
     assert told.latency_ms == pytest.approx(own.ms[0], rel=1e-12)
+    assert client.predict(CONFIG, step).latency_ms == pytest.approx(own.ms[0], rel=1e-12)
     assert sum(operator.latency_ms for operator in told.operators) == pytest.approx(told.latency_ms, rel=1e-9)
     shares = told.provenance
     assert shares.silicon_share + shares.empirical_share + shares.sol_share + shares.estimated_share + (
