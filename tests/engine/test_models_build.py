@@ -239,6 +239,15 @@ def test_vision_towers_are_a_list_of_their_own():
     assert whole.weight_bytes == sum(op.weight_bytes() for op in whole.context)
 
 
+def test_experts_without_a_shared_one_run_beside_nothing():
+    spec = REGISTRY.get("Qwen/Qwen3.5-35B-A3B")
+    alone = replace(spec, x=replace(spec.x, shared_expert_inter_size=0))
+    for model, beside in ((spec, True), (alone, False)):
+        ops = plan(model, "vllm").generation
+        assert any(isinstance(op, Overlap) for op in ops) == beside
+        assert (named(ops, "generation_gdn_shared_merge") is not None) == beside
+
+
 @pytest.mark.parametrize("profile", [REFERENCE, CORRECTED])
 @pytest.mark.parametrize("backend", ["trtllm", "sglang", "vllm"])
 def test_every_model_of_the_registry_builds(backend, profile):

@@ -39,6 +39,13 @@ def test_a_llama_of_other_sizes():
     assert spec.moe.experts == 0 and spec.quant.gemm is None
 
 
+def test_a_model_that_states_no_kv_heads_has_as_many_as_query_heads():
+    assert from_json(LLAMA | {"num_key_value_heads": None}).kv_heads == 12
+    blocks = [{"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 1.5}}] * 20
+    nas = {"architectures": ["DeciLMForCausalLM"], "num_key_value_heads": None, "block_configs": blocks}
+    assert from_json(LLAMA | nas).kv_heads == 0
+
+
 def test_a_qwen_moe_of_other_sizes_in_blockwise_fp8():
     spec = from_json(QWEN_MOE)
     assert (spec.family, spec.qk_norm) == ("MOE", True)

@@ -192,6 +192,14 @@ def test_a_search_takes_an_all_to_all_inside_a_node_and_an_estimate_does_not(cat
     assert asked.plan.deployment.comm == MoeComm()
 
 
+def test_a_prefill_worker_needs_an_all_to_all_for_prefill_only(catalog):
+    wide = {"parallel": ParallelConfig(tp=4, attn_dp=8, moe_ep=32), "resolution": "search"}
+    args = ("zai-org/GLM-5.3-FP8", "gb200", "trtllm")
+    assert engine(catalog, *args, role="prefill", **wide).plan.deployment.comm.context is not None
+    with pytest.raises(PerfDataMissing):
+        engine(catalog, *args, role="both", **wide)
+
+
 @pytest.mark.parametrize(
     ("args", "error"),
     [

@@ -74,7 +74,9 @@ def record(config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None, id: st
         raise UnknownName("architecture", names[0] if names else "", ARCHITECTURES, Reason.UNKNOWN_MODEL)
     body = top.object("text_config") if arch.wrapped and top.get("text_config") is not None else top
     x: dict[str, Any] = {}
-    out = {"id": id, "family": arch.family, "arch": names[0]} | _common(body)
+    out = {"id": id, "family": arch.family, "arch": names[0]} | _common(
+        body, per_block=top.get("block_configs") is not None
+    )
     for target, (source, default) in arch.integers.items():
         x[target] = body.integer(source, default=default)
     if arch.extras is not None:
@@ -90,7 +92,7 @@ def record(config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None, id: st
     return out
 
 
-def _common(body: Reader) -> dict[str, Any]:
+def _common(body: Reader, per_block: bool) -> dict[str, Any]:
     layers = (
         body.integer("num_hidden_layers", default=0)
         or len(body.items("layers_block_type"))
@@ -103,7 +105,7 @@ def _common(body: Reader) -> dict[str, Any]:
     return {
         "layers": layers,
         "heads": heads,
-        "kv_heads": body.integer("num_key_value_heads", default=0),
+        "kv_heads": body.integer("num_key_value_heads", default=0 if per_block else heads),
         "head_dim": body.integer("head_dim", "attention_head_dim", default=hidden // heads, falsy=False),
         "hidden": hidden,
         "inter": body.integer("intermediate_size", default=0),

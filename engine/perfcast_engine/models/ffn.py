@@ -217,9 +217,11 @@ def gated_shared_experts(p: Phase, at: Layer) -> Iterator[Op]:
     before, _, rest = order.partition("[")
     inner, _, after = rest.partition("]")
     yield from listed(before)
-    if inner:
-        a, b = inner.split("|")
-        yield Overlap(name=f"{p.tag}{at.prefix}moe_overlap", a=listed(a), b=listed(b))
+    a, b = map(listed, inner.split("|") if inner else ("", ""))
+    if a and b:
+        yield Overlap(name=f"{p.tag}{at.prefix}moe_overlap", a=a, b=b)
+    else:
+        yield from a + b
     yield from listed(after)
 
 
@@ -228,8 +230,8 @@ def _gated_shared_pieces(p: Phase, at: Layer) -> dict[str, list[Op]]:
     form = GATED_SHARED_FORMS[d.backend]
     exchange: dict[str, Any] = {"sms": 20, "attn_ar_modeled": True, "is_context": p.context, "attn_cp": 1}
     local = form.folds and d.parallel.attn_dp == 1
-    shared = list(mlp(p, at, SHARED_DOWN, 2 * width // p.tp, width // p.tp, split_mode(p, "shared")))
-    if not form.fuses_gate:
+    shared = list(mlp(p, at, SHARED_DOWN, 2 * width // p.tp, width // p.tp, split_mode(p, "shared"))) if width else []
+    if width and not form.fuses_gate:
         gate = p.gemm(at, "shared_expert_gate_gemm", 1, h, "bfloat16", below_grid_sol=True)
         shared = [gate, *shared, p.mem(at, "shared_expert_gate_mul", h, h)]
     pre = dispatch(p, at, True, h, mode, token_div=p.tp if p.context else 1, **exchange)
@@ -238,7 +240,7 @@ def _gated_shared_pieces(p: Phase, at: Layer) -> dict[str, list[Op]]:
         "D": [] if local else [pre],
         "X": [experts(p, at, h, mode, is_context=p.context, moe_backend=d.config.moe_backend)],
         "P": [dispatch(p, at, False, h, mode, **exchange)],
-        "S": shared if width else [],
+        "S": shared,
         "M": [p.mem(at, "shared_merge", (3 if form.fuses_gate else 2) * h, h)] if width else [],
     }
 

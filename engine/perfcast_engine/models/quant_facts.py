@@ -16,7 +16,6 @@ WHOLE_MODEL = {
     "fp8_block": ("fp8_block", "fp8_block"),
     "nvfp4": ("nvfp4", "nvfp4"),
     "mxfp4": ("bfloat16", "w4a16_mxfp4"),
-    "none": (None, None),
 }
 CACHE_ALIASES = dict.fromkeys(("fp8", "e4m3", "e5m2"), "fp8") | dict.fromkeys(
     ("fp16", "float16", "bf16", "bfloat16"), "bfloat16"
@@ -96,7 +95,7 @@ def _modes(top: Reader, own: Reader, theirs: Reader, family: str) -> dict[str, s
     elif algo == "compressed-tensors":
         gemm, moe = _compressed(own)
     elif algo in WHOLE_MODEL or not algo:
-        gemm, moe = WHOLE_MODEL[algo or "none"]
+        gemm, moe = WHOLE_MODEL.get(algo, (None, None))
         gemm = _per_tensor(gemm, dynamic)
     else:
         raise InvalidField(own.path, f"unknown quantisation {algo!r}", why="quant_algo")

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import perfcast_systems
+from perfcast_systems import ROOT
 
 from perfcast_engine.errors import DataCorrupt, Reason, UnknownName
 from perfcast_engine.models.spec import ModelSpec, from_record
 
-BUNDLED = Path(perfcast_systems.__file__).parent / "models.json"
+BUNDLED = ROOT / "models.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,8 +157,8 @@ def exchange(config: EngineConfig, spec: ModelSpec, parallel: ParallelConfig, mo
         raise InvalidField("parallel.moe_tp", "must be 1 where experts span nodes", why="cross_node_tp")
     layer = _placement(spec, moe, parallel.attn_dp, ep)
     phases = (SEARCHED_PHASES if search else PHASES)[config.role]
-    chosen = {phase: choose_comm_backend(db, spec.family, phase, layer) for phase in phases}
-    if None not in chosen.values():
+    chosen = {phase: choose_comm_backend(db, spec.family, phase, layer) for phase in PHASES["both"]}
+    if all(chosen[phase] for phase in phases):
         return MoeComm(**chosen)
     if not spans_nodes:
         return FUSED
