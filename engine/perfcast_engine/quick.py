@@ -70,5 +70,5 @@ def quick_terms(ops: Sequence[Op], db: Database) -> Terms | None:
             return None
         if quick is None:
             return None
-        terms.append((quick, op.quick_source))
+        terms.append((quick, op.quick_source(db)))
     return tuple(terms)

@@ -14,6 +14,12 @@ ENGINES = {
     "dense": ("Qwen/Qwen3-32B-FP8", "trtllm", ParallelConfig(tp=4)),
     "moe": ("Qwen/Qwen3-235B-A22B", "vllm", ParallelConfig(tp=4, moe_ep=4)),
     "mla": ("deepseek-ai/DeepSeek-V3", "trtllm", ParallelConfig(tp=8, moe_ep=8)),
+    "sparse": ("zai-org/GLM-5-FP8", "vllm", ParallelConfig(tp=8, moe_ep=8)),
+    "shared index": ("zai-org/GLM-5.2-FP8", "sglang", ParallelConfig(tp=8, moe_ep=8)),
+    "compressed": ("sgl-project/DeepSeek-V4-Flash-FP8", "sglang", ParallelConfig(tp=4, moe_ep=4)),
+    "delta net": ("Qwen/Qwen3.5-35B-A3B", "vllm", ParallelConfig(tp=2, moe_ep=2)),
+    "state space": ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "trtllm", ParallelConfig(tp=2, moe_ep=2)),
+    "delta attention": ("moonshotai/Kimi-K3", "sglang", ParallelConfig(tp=8, moe_tp=8)),
     "context parallel": ("Qwen/Qwen3-32B", "sglang", ParallelConfig(cp=4)),
 }
 

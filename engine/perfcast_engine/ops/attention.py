@@ -42,7 +42,6 @@ class ContextAttention(Op):
     role: Role = Role.ATTENTION
 
     reads: ClassVar[Reads] = Reads.SEQUENCE
-    quick_source: ClassVar[Source] = Source.MIXED  # the measured kernel and the steps around it
 
     def __post_init__(self) -> None:
         require(self, heads=1, kv_heads=1, head_dim=1, window=0, cp=1)
@@ -118,6 +117,9 @@ class ContextAttention(Op):
             return estimated(basis.util, query, sol(part), self.name, basis.tier, k)
 
         return by_mode(db, at, silicon=silicon, empirical=empirical, sol=sol)
+
+    def quick_source(self, db: Database) -> Source:
+        return Source.MIXED  # the measured kernel and the steps around it
 
     def quick(self, db: Database) -> Quick | None:
         if not db.mode.shared:

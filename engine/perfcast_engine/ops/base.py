@@ -72,7 +72,6 @@ class Op(ABC):
     role: Role = Role.OTHER
 
     reads: ClassVar[Reads] = Reads.TOKENS
-    quick_source: ClassVar[Source] = Source.SILICON  # of what ``quick`` answers
 
     @abstractmethod
     def price(self, db: Database, at: Points) -> Answer:
@@ -86,6 +85,10 @@ class Op(ABC):
         """For one point at a time, without arrays: ms of all instances by (batch, s, prefix) at no imbalance, NaN where
         ``evaluate`` has to be asked. None where the kind or the mode offers no such short cut."""
         return None
+
+    def quick_source(self, db: Database) -> Source:
+        """Of what ``quick`` answers."""
+        return Source.SILICON
 
     def sol(self, db: Database, at: Points) -> Split:
         """The roofline of one instance at N points; SolNotDefined where the kind exports none."""

@@ -13,7 +13,7 @@ from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import InvalidField, PerfDataMissing
 from perfcast_engine.interp.surface import Surface
-from perfcast_engine.ops.base import Split, by_mode, no_basis, require
+from perfcast_engine.ops.base import Quick, Split, by_mode, no_basis, require
 from perfcast_engine.ops.context_parallel import all_gather, chunk_of, dsa_delta
 from perfcast_engine.ops.sparse import BucketedModule, causal_pairs
 from perfcast_engine.system import SystemSpec
@@ -51,13 +51,13 @@ class DsaShape:
         """Bytes of one entry of the indexer cache: fp8 values and their scales."""
         return self.index_head_dim + 4 * -(-self.index_head_dim // 128)
 
-    def weights(self, heads: F64) -> F64:
+    def weights(self, heads: F64 | float) -> F64 | float:
         """Elements of all projections, the indexer included."""
         shared = self.hidden * (self.q_lora_rank + self.latent + self.index_head_dim + self.index_heads)
         shared += self.q_lora_rank * self.index_heads * self.index_head_dim
         return shared + heads * (self.q_lora_rank * self.qk_head_dim + self.v_head_dim * self.hidden)
 
-    def gemm_flops(self, tokens: F64, heads: F64) -> F64:
+    def gemm_flops(self, tokens: F64, heads: F64 | float) -> F64:
         """All projections and the absorbed products of ``tokens``."""
         absorbed = heads * self.kv_lora_rank * (self.nope_head_dim + self.v_head_dim)
         return 2 * tokens * (self.weights(heads) + absorbed)
@@ -102,7 +102,7 @@ class _Dsa(BucketedModule):
 
     def sol(self, db: Database, at: Points) -> Split:
         def split(skip: bool) -> Split:
-            return self.roofline(db.system, skip, self.lead(at), *self.coords(at))
+            return self.roofline(db.system, skip, float(self.heads), *self.coords(at))
 
         share = self.full_fraction
         return split(False) if share >= 1 else split(False).scaled(share).plus(split(True).scaled(1 - share))
@@ -110,11 +110,22 @@ class _Dsa(BucketedModule):
     def blended(self, db: Database, layer: Callable[[bool], Answer]) -> Answer:
         """Layers with an index of their own and layers that reuse one, as their shares demand; all of the first kind
         where the phase was never measured otherwise (spec/04 3.6)."""
-        share = self.full_fraction
-        if share < 1 and db.mode is not Mode.SOL and db.find(f"{self.table}_skip") is None:
-            share = 1.0
+        share = self.share(db)
         full = layer(False)
         return full if share >= 1 else full.scaled(share) + layer(True).scaled(1 - share)
+
+    def share(self, db: Database) -> float:
+        """The share of layers that are priced with an index of their own."""
+        told_apart = db.mode is Mode.SOL or db.find(f"{self.table}_skip") is not None
+        return self.full_fraction if told_apart else 1.0
+
+    def quick(self, db: Database) -> Quick | None:
+        if not db.mode.shared:
+            return None
+        self.rates(db.system)
+        share = self.share(db)
+        full = (self.surface(db, False, "trtllm"), min(share, 1.0))
+        return self.quick_of([full] if share >= 1 else [full, (self.surface(db, True, "trtllm"), 1 - share)])
 
     def layer(self, db: Database, at: Points, skip: bool, bucket: str) -> Answer:
         """One layer that computes (or, ``skip``, reuses) its index."""
@@ -126,14 +137,14 @@ class _Dsa(BucketedModule):
             except PerfDataMissing as error:
                 raise no_basis(self.name) from error
             own = self.own_surface(db, surface)
-            return self.estimate(db, surface, at, (self.lead(at),)) if own is None else self.estimate(db, own, at)
+            return self.estimate(db, surface, at, (float(self.heads),)) if own is None else self.estimate(db, own, at)
 
         return by_mode(
             db,
             at,
             silicon=lambda at: self.silicon(db, at, skip, bucket),
             empirical=empirical,
-            sol=lambda at: self.roofline(db.system, skip, self.lead(at), *self.coords(at)).time,
+            sol=lambda at: self.roofline(db.system, skip, float(self.heads), *self.coords(at)).time,
         )
 
     def weight_bytes(self) -> float:
@@ -161,7 +172,7 @@ class DsaContext(_Dsa):
     def key(self) -> tuple[Key, ...]:
         return self.fmha_quant, self.kv_quant, self.gemm_quant, self.architecture
 
-    def roofline(self, system: SystemSpec, skip: bool, n: F64, *coords: F64) -> Split:
+    def roofline(self, system: SystemSpec, skip: bool, n: F64 | float, *coords: F64) -> Split:
         prefix, s, batch = coords
         m, topk = self.shape, self.index_topk
         gemm_bytes, fmha_bytes, kv_bytes = self.widths
@@ -174,6 +185,9 @@ class DsaContext(_Dsa):
         gemm_rate, fmha_rate, index_rate = self.rates(system)
         seconds = m.gemm_flops(tokens, n) / gemm_rate + index / index_rate + attention / fmha_rate
         return Split.of(seconds * 1000, system.memory_sol_ms(moved))
+
+    def quick(self, db: Database) -> Quick | None:
+        return super().quick(db) if self.cp <= 1 else None
 
     def sol(self, db: Database, at: Points) -> Split:
         if self.cp > 1:
@@ -219,7 +233,7 @@ class DsaGeneration(_Dsa):
             raise PerfDataMissing(f"decode of {self.table} was measured with fmha_quant bfloat16 only", op=self.name)
         return super().surface(db, skip, bucket)
 
-    def roofline(self, system: SystemSpec, skip: bool, n: F64, *coords: F64) -> Split:
+    def roofline(self, system: SystemSpec, skip: bool, n: F64 | float, *coords: F64) -> Split:
         batch, s = coords
         m = self.shape
         gemm_bytes, _, kv_bytes = self.widths

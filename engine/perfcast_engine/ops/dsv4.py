@@ -13,8 +13,9 @@ import numpy as np
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import InvalidField, PerfDataMissing
+from perfcast_engine.interp.clamped import Held
 from perfcast_engine.interp.surface import Surface
-from perfcast_engine.ops.base import by_mode, measured, no_basis, no_slice, require, slice_of
+from perfcast_engine.ops.base import Quick, by_mode, measured, no_basis, no_slice, require, slice_of
 from perfcast_engine.ops.context_parallel import all_gather, chunk_of, csa_delta
 from perfcast_engine.ops.sparse import FP8, SparseModule
 from perfcast_engine.ops.topk_calibration import topk_excess
@@ -88,12 +89,33 @@ class _Dsv4(SparseModule):
 
     def _silicon(self, db: Database, at: Points) -> Answer:
         answer = measured(self._surface(db), self.coords(at), self.name, self.axes)
-        if not (self.learned and self.correct_topk):
+        excess = self._excess(db)
+        if excess is None:
             return answer
-        done = at.prefix if self.context else np.maximum(at.s - 1, 0)
-        query = (at.batch, at.s if self.context else np.ones(len(at)), done)
-        excess = topk_excess(db, self.native_heads, self.score_variant, query)
-        return replace(answer, ms=np.maximum(0.0, answer.ms - excess))
+        if self.context:
+            off = excess.at(at.batch, at.s, at.prefix)
+        else:
+            off = excess.at(at.batch, np.ones(len(at)), np.maximum(at.s - 1, 0))
+        return replace(answer, ms=np.maximum(answer.ms - off, 0.0))
+
+    def _excess(self, db: Database) -> Held | None:
+        wanted = self.learned and self.correct_topk
+        return topk_excess(db, self.native_heads, self.score_variant) if wanted else None
+
+    def quick(self, db: Database) -> Quick | None:
+        if not db.mode.shared:
+            return None
+        self.rates(db.system)
+        read, excess, scale, context = self._surface(db).one, self._excess(db), self.scale, self.context
+
+        def ms(batch: float, s: float, prefix: float) -> float:
+            module = read(prefix, s, batch) if context else read(batch, s)
+            if excess is not None:
+                off = excess.one(batch, s, prefix) if context else excess.one(batch, 1.0, max(s - 1, 0.0))
+                module = 0.0 if module < off else module - off
+            return module * scale
+
+        return ms
 
     def _empirical(self, db: Database, at: Points) -> Answer:
         try:
@@ -199,6 +221,9 @@ class Dsv4Context(_Dsv4):
         compressed += np.maximum(0, total - np.maximum(prefix, full)) * most
         pairs = batch * (windowed + compressed)
         return self.times(system, batch * s, batch, total, pairs)
+
+    def quick(self, db: Database) -> Quick | None:
+        return super().quick(db) if self.cp <= 1 else None
 
     def price(self, db: Database, at: Points) -> Answer:
         if self.cp <= 1:

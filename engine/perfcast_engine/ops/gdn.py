@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import numpy as np
-
-from perfcast_engine.answer import F64
 from perfcast_engine.ops.base import require
-from perfcast_engine.ops.state_space import StateKernel
+from perfcast_engine.ops.state_space import Number, Route, StateKernel
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key, Table
 
@@ -47,7 +44,10 @@ class Gdn(StateKernel):
     def __post_init__(self) -> None:
         require(self, d_model=0, d_conv=0, num_k_heads=0, head_k_dim=0, num_v_heads=0, head_v_dim=0)
 
-    def serving_kernel(self, db: Database) -> str | None:
+    def route(self, db: Database) -> Route | None:
+        return Route(self.kernel, self._rows_of(db))
+
+    def _rows_of(self, db: Database) -> str | None:
         if self.kernel in (SCAN, RECURRENCE) and self.ssm_dtype != FULL_STATE:
             rows_of, sm = NARROW_STATE.get((db.backend, self.ssm_dtype, self.kernel, self.phase), (None, range(0)))
             return rows_of if db.system.sm_version in sm else None
@@ -63,7 +63,7 @@ class Gdn(StateKernel):
         key = (kernel, self.phase, *dims)
         return key if table.rows(*key) is not None else None
 
-    def moved_bytes(self, kernel: str, batch: F64, s: F64, tokens: F64) -> F64:
+    def moved_bytes(self, kernel: str, batch: Number, s: Number, tokens: Number) -> Number:
         values = self.num_v_heads * self.head_v_dim
         channels = 2 * self.num_k_heads * self.head_k_dim + values
         state = values * self.head_k_dim
@@ -72,4 +72,4 @@ class Gdn(StateKernel):
         if kernel not in (SCAN, RECURRENCE):
             return 4 * tokens * self.d_model
         moved = 2 * tokens * (channels + values) + 2 * state * STATE_BYTES.get(self.ssm_dtype, 4) * batch
-        return moved + 2 * np.floor(s / 64) * state * 2 * batch if kernel == SCAN else moved
+        return moved + 2 * (s // 64) * state * 2 * batch if kernel == SCAN else moved

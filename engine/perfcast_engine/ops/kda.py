@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer, Points
 from perfcast_engine.ops.base import require
-from perfcast_engine.ops.state_space import StateKernel
+from perfcast_engine.ops.state_space import Number, Route, StateKernel
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key, Table
 
@@ -58,11 +57,11 @@ class Kda(StateKernel):
     def __post_init__(self) -> None:
         require(self, d_model=0, d_conv=0, num_k_heads=0, head_k_dim=0, num_v_heads=0, head_v_dim=0, draft_tokens=0)
 
-    def price(self, db: Database, at: Points) -> Answer:
+    def route(self, db: Database) -> Route | None:
         fused, recurrence = FUSED.get(self.phase, ("", ""))
         if self.kernel not in (CONVOLUTION, recurrence) or not self._is_fused(db, fused):
-            return super().price(db, at)
-        return Answer.zero(len(at)) if self.kernel == CONVOLUTION else self.price_as(db, at, fused, fused)
+            return Route(self.kernel, self.kernel)
+        return None if self.kernel == CONVOLUTION else Route(fused, fused)
 
     def _is_fused(self, db: Database, fused: str) -> bool:
         """Whether only the fused kernel was measured: at all in verification, in this shape in decode."""
@@ -77,12 +76,12 @@ class Kda(StateKernel):
     def _dims(self) -> tuple[int, ...]:
         return self.d_model, self.num_k_heads, self.head_k_dim, self.num_v_heads, self.head_v_dim, self.d_conv
 
-    def extent(self, at: Points) -> tuple[F64, F64]:
+    def extent(self, batch: Number, s: Number) -> tuple[Number, Number]:
         if self.phase != "verify":
-            return super().extent(at)
-        draft = self.draft_tokens
-        requests = np.maximum(1, np.round(at.batch / draft)) if draft > 0 else at.batch
-        return requests, np.full(len(at), float(draft))
+            return super().extent(batch, s)
+        draft = float(self.draft_tokens)
+        requests: Any = np.maximum(1.0, np.round(batch / draft)) if draft > 0 else batch
+        return requests, s * 0.0 + draft
 
     def key(self, table: Table, kernel: str) -> tuple[Key, ...] | None:
         """Exactly this shape, else the nearest number of value heads of the same ``d_model``."""
@@ -96,13 +95,14 @@ class Kda(StateKernel):
         nearest = rows.start + int(np.argmin(np.abs(heads - self.num_v_heads)))
         return (*near, *(int(c[nearest]) for c in table.columns[len(near) : -2]))
 
-    def moved_bytes(self, kernel: str, batch: F64, s: F64, tokens: F64) -> F64:
+    def moved_bytes(self, kernel: str, batch: Number, s: Number, tokens: Number) -> Number:
         parts = PARTS.get(kernel)
         if parts is None:
             return 4 * tokens * self.d_model
-        return sum((self._part_bytes(part, batch, s, tokens) for part in parts), np.zeros(len(batch)))
+        first, *others = (self._part_bytes(part, batch, s, tokens) for part in parts)
+        return sum(others, start=first)
 
-    def _part_bytes(self, part: str, batch: F64, s: F64, tokens: F64) -> F64:
+    def _part_bytes(self, part: str, batch: Number, s: Number, tokens: Number) -> Number:
         values = self.num_v_heads * self.head_v_dim
         state = 4 * values * self.head_k_dim
         if part == "convolution":
@@ -110,5 +110,5 @@ class Kda(StateKernel):
         through = 10 * tokens * values
         if part == "verify":
             return through + state * (batch + tokens)
-        kept = np.floor(s / 64) if part == "scan" else 0.0
-        return through + 2 * state * batch * (1 + kept)
+        moved = through + 2 * state * batch
+        return moved + 2 * state * batch * (s // 64) if part == "scan" else moved

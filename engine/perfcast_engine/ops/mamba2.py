@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from perfcast_engine.answer import F64
 from perfcast_engine.ops.base import require
-from perfcast_engine.ops.state_space import StateKernel
+from perfcast_engine.ops.state_space import Number, Route, StateKernel
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key, Table
 
@@ -32,8 +31,8 @@ class Mamba2(StateKernel):
     def __post_init__(self) -> None:
         require(self, d_model=0, d_state=0, d_conv=0, nheads=0, head_dim=0, n_groups=0, chunk_size=0)
 
-    def serving_kernel(self, db: Database) -> str | None:
-        return self.kernel if self.phase == "context" else None
+    def route(self, db: Database) -> Route | None:
+        return Route(self.kernel, self.kernel if self.phase == "context" else None)
 
     def key(self, table: Table, kernel: str) -> tuple[Key, ...] | None:
         """Exactly this shape, else the first of the same ``d_model``."""
@@ -44,7 +43,7 @@ class Mamba2(StateKernel):
         rows = table.rows(*near)
         return None if rows is None else (*near, *(int(c[rows.start]) for c in table.columns[len(near) : -2]))
 
-    def moved_bytes(self, kernel: str, batch: F64, s: F64, tokens: F64) -> F64:
+    def moved_bytes(self, kernel: str, batch: Number, s: Number, tokens: Number) -> Number:
         inner, grouped = self.nheads * self.head_dim, 2 * self.n_groups * self.d_state
         if kernel in CONVOLUTIONS:
             return 2 * tokens * (inner + grouped) * (self.d_conv + 2)

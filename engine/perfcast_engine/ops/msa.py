@@ -10,7 +10,7 @@ import numpy as np
 
 from perfcast_engine.answer import F64, Answer, Points, Source, Tier
 from perfcast_engine.errors import EngineError
-from perfcast_engine.ops.base import Split, by_mode, no_basis, require
+from perfcast_engine.ops.base import Quick, Split, by_mode, no_basis, require
 from perfcast_engine.ops.dsa import DsaContext, DsaGeneration
 from perfcast_engine.ops.sparse import BucketedModule, causal_pairs
 from perfcast_engine.system import SystemSpec
@@ -58,7 +58,7 @@ class _Msa(BucketedModule):
             self.block_size,
         )
 
-    def split(self, system: SystemSpec, n: F64, tokens: F64, batch: F64, length: F64, pairs: F64) -> Split:
+    def split(self, system: SystemSpec, n: F64 | float, tokens: F64, batch: F64, length: F64, pairs: F64) -> Split:
         """``tokens`` new tokens of ``batch`` requests over ``length`` keys each attend ``pairs`` (query, key) pairs."""
         h, d, v = self.hidden, self.head_dim, self.v_head_dim
         gemm_bytes, fmha_bytes, kv_bytes = self.widths
@@ -80,8 +80,14 @@ class _Msa(BucketedModule):
             at,
             silicon=lambda at: self.silicon(db, at),
             empirical=lambda at: self._borrowed(db, at),
-            sol=lambda at: self.roofline(db.system, False, self.lead(at), *self.coords(at)).time,
+            sol=lambda at: self.roofline(db.system, False, float(self.heads), *self.coords(at)).time,
         )
+
+    def quick(self, db: Database) -> Quick | None:
+        if not db.mode.shared:
+            return None
+        self.rates(db.system)
+        return self.quick_of([(self.surface(db, False, "trtllm"), 1.0)])
 
     def _borrowed(self, db: Database, at: Points) -> Answer:
         """This module's roofline at the utilisation that the donor's module reaches at the same point."""
@@ -95,8 +101,8 @@ class _Msa(BucketedModule):
             gemm_quant=self.gemm_quant,
             architecture=self.donor_architecture,
         )
-        own = self.roofline(db.system, False, self.lead(at), *self.coords(at)).time
-        theirs = donor.roofline(db.system, False, self.lead(at), *self.coords(at)).time
+        own = self.roofline(db.system, False, float(self.heads), *self.coords(at)).time
+        theirs = donor.roofline(db.system, False, float(self.heads), *self.coords(at)).time
         try:
             answer = donor.silicon(db, at)
         except EngineError as error:
@@ -118,7 +124,7 @@ class MsaContext(_Msa):
     def key(self) -> tuple[Key, ...]:
         return self.fmha_quant, self.kv_quant, self.gemm_quant, ARCHITECTURE
 
-    def roofline(self, system: SystemSpec, skip: bool, n: F64, *coords: F64) -> Split:
+    def roofline(self, system: SystemSpec, skip: bool, n: F64 | float, *coords: F64) -> Split:
         prefix, s, batch = coords
         return self.split(system, n, batch * s, batch, prefix + s, causal_pairs(batch, s, prefix, self.index_topk))
 
@@ -135,7 +141,7 @@ class MsaGeneration(_Msa):
     def key(self) -> tuple[Key, ...]:
         return self.kv_quant, self.gemm_quant, ARCHITECTURE
 
-    def roofline(self, system: SystemSpec, skip: bool, n: F64, *coords: F64) -> Split:
+    def roofline(self, system: SystemSpec, skip: bool, n: F64 | float, *coords: F64) -> Split:
         batch, s = coords
         length = np.maximum(s - 1, 0)
         return self.split(system, n, batch, batch, length, batch * np.minimum(length, self.index_topk))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source, Tier
-from perfcast_engine.interp.grid import Coords, Grid
+from perfcast_engine.interp.grid import Coords, Grid, Query
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import UtilGrid
-from perfcast_engine.ops.base import Op, Reads, Split, estimated, measured, no_basis, no_slice, require, slice_of
+from perfcast_engine.ops.base import Op, Quick, Reads, Split, estimated, measured, no_basis, no_slice, require, slice_of
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key
@@ -59,8 +59,8 @@ class SparseModule(Op):
             quant.KV_CACHE[self.kv_quant].bytes,
         )
 
-    def estimate(self, db: Database, surface: Surface, at: Points, lead: Coords = ()) -> Answer:
-        """Utilisation estimate over a surface with axes (*lead, *axes)."""
+    def estimate(self, db: Database, surface: Surface, at: Points, lead: Query = ()) -> Answer:
+        """Utilisation estimate over a surface with axes (*lead, *axes); ``lead``: numbers."""
         query = (*lead, *self.coords(at))
         if not self.context:
             return estimated(surface.util, query, surface.sol(*query), self.name)
@@ -86,15 +86,15 @@ class BucketedModule(SparseModule):
         """What the roofline depends on beside the table's key."""
 
     @abstractmethod
-    def roofline(self, system: SystemSpec, skip: bool, n: F64, *coords: F64) -> Split:
+    def roofline(self, system: SystemSpec, skip: bool, n: F64 | float, *coords: F64) -> Split:
         """At ``n`` heads and the other axes."""
 
     def rates(self, system: SystemSpec) -> tuple[float, float, float]:
         """FLOP/s of (gemm, attention, fp8 indexer); SystemFlopsMissing where the system lacks one."""
         return system.rate(quant.GEMM[self.gemm_quant]), system.rate(quant.FMHA[self.fmha_quant]), system.rate(FP8)
 
-    def lead(self, at: Points) -> F64:
-        return np.full(len(at), float(self.heads))
+    def query(self, at: Points) -> Query:
+        return (float(self.heads), *self.coords(at))
 
     def silicon(self, db: Database, at: Points, skip: bool = False, bucket: str = "trtllm") -> Answer:
         """From the measured module as the mode of ``db`` sees it."""
@@ -115,6 +115,20 @@ class BucketedModule(SparseModule):
         key = db.kept(("bucket", name, self.key, bucket), choose)
         return slice_of(db, name, key, lambda *c: self.roofline(db.system, skip, *c).time, also=self.shapes)
 
+    def quick_of(self, parts: Sequence[tuple[Surface, float]]) -> Quick:
+        """The weighted sum of surfaces with axes (heads, *axes), one point at a time."""
+        (read, share), *others = ((surface.one, share) for surface, share in parts)
+        heads, scale, context = float(self.heads), self.scale, self.context
+
+        def ms(batch: float, s: float, prefix: float) -> float:
+            at = (heads, prefix, s, batch) if context else (heads, batch, s)
+            total = read(*at) * share
+            for other, weight in others:
+                total += other(*at) * weight
+            return total * scale
+
+        return ms
+
     def own_surface(self, db: Database, surface: Surface) -> Surface | None:
         """The rows of ``surface`` at exactly this many heads, axes ``axes``; None if there are none."""
 
@@ -124,7 +138,7 @@ class BucketedModule(SparseModule):
             if not rows.any():
                 return None
             own = Grid(tuple(c[rows] for c in grid.coords[1:]), grid.ms[rows], None)
-            return Surface(own, lambda *coords: surface.sol(np.full(len(coords[0]), float(self.heads)), *coords))
+            return Surface(own, lambda *coords: surface.sol(float(self.heads), *coords))
 
         return db.kept(("own heads", surface, self.heads), build)
 
@@ -137,7 +151,7 @@ def causal_pairs(batch: F64, s: F64, prefix: F64, topk: int) -> F64:
     return batch * np.where(prefix >= topk, s * topk, causal)
 
 
-def _util_with_prefix(db: Database, surface: Surface, at: Points, lead: Coords, span_without_anchor: bool) -> F64:
+def _util_with_prefix(db: Database, surface: Surface, at: Points, lead: Query, span_without_anchor: bool) -> F64:
     """A prefix within the measured range is an axis of its own; any other is folded into the length, on the samples
     without prefix. Where there are none of these, the axis is kept if ``span_without_anchor``, else NaN."""
     axis = len(lead)
@@ -149,11 +163,11 @@ def _util_with_prefix(db: Database, surface: Surface, at: Points, lead: Coords, 
     util = np.full(len(at), np.nan)
     for mask, spanning in ((within, True), (~within, False)):
         if mask.any():
-            part, start = at.take(mask), tuple(c[mask] for c in lead)
+            part = at.take(mask)
             grid = surface.util if spanning else db.kept(("no prefix", surface), lambda: _without_prefix(surface, axis))
             query = (part.prefix, part.s, part.batch) if spanning else (part.s + part.prefix, part.batch)
             if grid is not None:
-                util[mask] = grid.at((*start, *query))
+                util[mask] = grid.at((*lead, *query))
     return util
 
 

@@ -10,16 +10,26 @@ from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar
+from math import nan
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.interp.grid import Grid
 from perfcast_engine.interp.surface import Surface
-from perfcast_engine.ops.base import Op, Reads
+from perfcast_engine.ops.base import Op, Quick, Reads
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key, Table
+
+Number = TypeVar("Number", F64, float)
+
+
+class Route(NamedTuple):
+    """What prices a kernel: the kernel whose traffic it has, and the one whose rows answer (None: the roofline)."""
+
+    kernel: str
+    rows_of: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,29 +47,28 @@ class StateKernel(Op):
         """The table key of the rows that serve ``kernel``; None where none do."""
 
     @abstractmethod
-    def moved_bytes(self, kernel: str, batch: F64, s: F64, tokens: F64) -> F64:
+    def moved_bytes(self, kernel: str, batch: Number, s: Number, tokens: Number) -> Number:
         """Bytes read and written."""
 
-    def serving_kernel(self, db: Database) -> str | None:
-        """The kernel whose rows answer; None for none, which is the roofline."""
-        return self.kernel
+    def route(self, db: Database) -> Route | None:
+        """What prices this kernel; None where another one does it along and it costs nothing."""
+        return Route(self.kernel, self.kernel)
 
-    def extent(self, at: Points) -> tuple[F64, F64]:
+    def extent(self, batch: Number, s: Number) -> tuple[Number, Number]:
         """Sequences and new tokens each of them, as the kernel counts them."""
-        return at.batch, at.s if self.lengthy else np.zeros(len(at))
+        return batch, s if self.lengthy else s * 0.0
 
     @property
     def lengthy(self) -> bool:
         return self.phase != "generation"
 
     def price(self, db: Database, at: Points) -> Answer:
-        return self.price_as(db, at, self.kernel, self.serving_kernel(db))
-
-    def price_as(self, db: Database, at: Points, kernel: str, rows_of: str | None) -> Answer:
-        """Priced with the roofline of ``kernel`` and, where they answer, the rows of ``rows_of``."""
-        batch, s = self.extent(at)
-        answer = Answer.of(self._roofline(db, kernel, batch, s), Source.SOL)
-        surface = None if rows_of is None else self._surface(db, kernel, rows_of)
+        route = self.route(db)
+        if route is None:
+            return Answer.zero(len(at))
+        batch, s = self.extent(at.batch, at.s)
+        answer = Answer.of(self._roofline(db, route.kernel, batch, s), Source.SOL)
+        surface = self._surface(db, route)
         if surface is None:
             return answer
         resolved = surface.at(batch, s) if self.lengthy else surface.at(batch)
@@ -70,23 +79,49 @@ class StateKernel(Op):
             answer.energy[known] = resolved.energy[known]
         return answer
 
-    def _roofline(self, db: Database, kernel: str, batch: F64, s: F64) -> F64:
-        tokens = np.where(s > 0, batch * s, batch)
-        return db.system.memory_sol_ms(self.moved_bytes(kernel, batch, s, tokens))
+    def quick(self, db: Database) -> Quick | None:
+        route, scale, extent = self.route(db), self.scale, self.extent
+        if route is None:
+            return lambda batch, s, prefix: 0.0
+        surface = self._surface(db, route)
+        if surface is None:
+            kernel, moved, system = route.kernel, self.moved_bytes, db.system
 
-    def _surface(self, db: Database, kernel: str, rows_of: str) -> Surface | None:
+            def roofline(batch: float, s: float, prefix: float) -> float:
+                batch, s = extent(batch, s)
+                return system.memory_sol_ms(moved(kernel, batch, s, batch * s if s > 0 else batch)) * scale
+
+            return roofline
+        read, lengthy = surface.one, self.lengthy
+
+        def measured(batch: float, s: float, prefix: float) -> float:
+            batch, s = extent(batch, s)
+            if not lengthy:
+                return read(batch) * scale
+            return read(batch, s) * scale if s > 0 else nan
+
+        return measured
+
+    def quick_source(self, db: Database) -> Source:
+        route = self.route(db)
+        return Source.SOL if route is not None and self._surface(db, route) is None else Source.SILICON
+
+    def _roofline(self, db: Database, kernel: str, batch: F64, s: F64) -> F64:
+        return db.system.memory_sol_ms(self.moved_bytes(kernel, batch, s, np.where(s > 0, batch * s, batch)))
+
+    def _surface(self, db: Database, route: Route) -> Surface | None:
         def build() -> Surface | None:
             table = db.find(self.table)
-            key = None if table is None else self.key(table, rows_of)
+            key = None if table is None or route.rows_of is None else self.key(table, route.rows_of)
             grid = None if table is None or key is None else table.grid(*key)
             if grid is None:
                 return None
             if self.lengthy:
-                return Surface(grid, lambda batch, s: self._roofline(db, kernel, batch, s))
+                return Surface(grid, lambda batch, s: self._roofline(db, route.kernel, batch, s))
             curve = Grid.of(grid.coords[:1], grid.ms, grid.power)
-            return Surface(curve, lambda batch: self._roofline(db, kernel, batch, np.zeros(len(batch))))
+            return Surface(curve, lambda batch: self._roofline(db, route.kernel, batch, batch * 0.0))
 
-        return db.kept((self.table, kernel, rows_of, self._shapes), build)
+        return db.kept((self.table, route, self._shapes), build)
 
     @cached_property
     def _shapes(self) -> tuple[Hashable, ...]:

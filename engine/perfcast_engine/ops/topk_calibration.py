@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from perfcast_engine.answer import F64
-from perfcast_engine.interp import clamped
-from perfcast_engine.interp.grid import Coords, Grid
+from perfcast_engine.interp.clamped import Held, reversed_axes
+from perfcast_engine.interp.grid import Grid
 from perfcast_engine.tables.database import Database
 
 TOPK = "dsv4_csa_topk_calib"
 
 
-def topk_excess(db: Database, heads: int, variant: str, query: Coords) -> F64:
-    """ms at each (batch, new tokens, prefix), held at the ends of what was measured; 0 where nothing was measured for
+def topk_excess(db: Database, heads: int, variant: str) -> Held | None:
+    """ms over (batch, new tokens, prefix), held at the ends of what was measured; None where nothing was measured for
     ``heads``. ``variant``: v1 in prefill, v2 in decode."""
-    grid = db.kept(("top-k excess", heads, variant), lambda: _excess(db, heads, variant))
-    return np.zeros(len(query[0])) if grid is None else np.maximum(0.0, clamped.linear(grid, query))
+    return db.kept(("top-k excess", heads, variant), lambda: _excess(db, heads, variant))
 
 
-def _excess(db: Database, heads: int, variant: str) -> Grid | None:
+def _excess(db: Database, heads: int, variant: str) -> Held | None:
     table = db.find(TOPK)
     if table is None:
         return None
@@ -36,4 +34,4 @@ def _excess(db: Database, heads: int, variant: str) -> Grid | None:
     if not len(here):
         return None
     excess = np.maximum(0.0, flat.ms[here] - last.ms[there])
-    return clamped.reversed_axes(Grid.of([c[here] for c in flat.coords], excess))
+    return Held.of(reversed_axes(Grid.of([c[here] for c in flat.coords], excess)))
