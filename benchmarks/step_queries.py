@@ -86,9 +86,21 @@ def in_process(shapes: Shapes, referenced: bool) -> list[Arm]:
         return f"reference {kind}" if referenced else None
 
     return [
-        Arm("engine prefill", lambda n: timed(lambda p: steps.prefill(*p), shapes.prefill(n)), beside("prefill")),
-        Arm("engine decode", lambda n: timed(lambda p: steps.decode_step(*p), shapes.decode(n)), beside("decode")),
-        Arm("engine mixed", lambda n: timed(lambda p: steps.mixed(*p), shapes.mixed(n)), beside("mixed")),
+        Arm(
+            "engine prefill",
+            lambda n: timed(lambda p: steps.quick_prefill(*p) or steps.prefill(*p), shapes.prefill(n)),
+            beside("prefill"),
+        ),
+        Arm(
+            "engine decode",
+            lambda n: timed(lambda p: steps.quick_decode(*p) or steps.decode_step(*p), shapes.decode(n)),
+            beside("decode"),
+        ),
+        Arm(
+            "engine mixed",
+            lambda n: timed(lambda p: steps.quick_mixed(*p) or steps.mixed(*p), shapes.mixed(n)),
+            beside("mixed"),
+        ),
         Arm(f"engine decode, one of {BATCH_POINTS:,} points", many),
     ]
 

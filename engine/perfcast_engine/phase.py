@@ -62,6 +62,11 @@ class Phase:
         """What depends on the request count alone, over that count."""
         return TokenTable([op for op in self.ops if op.reads is Reads.BATCH and not self._is_attention(op)], self.db)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables filled so far."""
+        return self.tokens.nbytes + self.logits.nbytes + self.requests.nbytes
+
     @cached_property
     def quick(self) -> QuickPhase | None:
         """This phase for one point at a time; None where an operator offers no short cut."""

@@ -107,6 +107,11 @@ class StepModel:
         key = (ops, id(self.db), logits_apart, split)
         return self.shared.setdefault(key, Phase(ops, self.db, logits_apart, split, CountTable))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables filled so far; they grow as new token counts are asked for."""
+        return self._context.nbytes + self._generation.nbytes
+
     def prefill(
         self, batch: Any, isl: Any, prefix: Any = 0, imbalance: Any = 1.0, *, operators: bool = False
     ) -> StepResult:

@@ -12,21 +12,12 @@ V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """A mapping that forgets the least recently used entries beyond ``bound``, the sum of ``size`` over entries.
+    """A mapping that forgets the least recently used entries beyond ``bound``, the sum of ``size`` over entries."""
 
-    ``on_evict`` hears of every entry that leaves for want of room.
-    """
-
-    def __init__(
-        self,
-        bound: int,
-        size: Callable[[K, V], int] = lambda key, value: 1,
-        on_evict: Callable[[K, V], None] = lambda key, value: None,
-    ) -> None:
+    def __init__(self, bound: int, size: Callable[[K, V], int] = lambda key, value: 1) -> None:
         self.bound = bound
         self.held = 0
         self._size = size
-        self._on_evict = on_evict
         self._entries: OrderedDict[K, V] = OrderedDict()
 
     def __len__(self) -> int:
@@ -49,14 +40,20 @@ class Lru(Generic[K, V]):
         self._entries[key] = value
         self.held += size
         while self.held > self.bound:
-            oldest = next(iter(self._entries))
-            self._on_evict(oldest, self.pop(oldest))  # type: ignore[arg-type]
+            self.pop_oldest()
 
     def pop(self, key: K) -> V | None:
         value = self._entries.pop(key, None)
         if value is not None:
             self.held -= self._size(key, value)
         return value
+
+    def pop_oldest(self) -> V | None:
+        """Drop what was used longest ago."""
+        return self.pop(next(iter(self._entries)))
+
+    def values(self) -> list[V]:
+        return list(self._entries.values())
 
     def clear(self) -> None:
         self._entries.clear()

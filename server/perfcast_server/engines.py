@@ -62,10 +62,16 @@ class Engines:
             settings.max_handles << 12, size=lambda key, config: max(1 << 12, config.ByteSize())
         )
         self._handles: Lru[bytes, str] = Lru(settings.max_handles << 12, size=lambda key, _: max(1 << 12, len(key)))
+        metrics.engines.set_function(lambda: len(self._ready))
+        metrics.engine_bytes.set_function(self.table_bytes)
         self._loads: SingleFlight[bytes, Ready] = SingleFlight(finish=True)
 
     def __contains__(self, handle: str) -> bool:
         return handle in self._ready
+
+    def table_bytes(self) -> int:
+        """Bytes of the tables of all engines that are ready."""
+        return sum(ready.engine.steps.nbytes for ready in self._ready.values())
 
     @property
     def predictor(self) -> Predictor:
@@ -133,7 +139,8 @@ class Engines:
         self._ready.put(handle, ready)
         self._configs.put(handle, kept)
         self._handles.put(key, handle)
-        self._metrics.engines.set(len(self._ready))
+        while len(self._ready) > 1 and self.table_bytes() > self._settings.max_engine_bytes:
+            self._ready.pop_oldest()
         log.info("engine ready", extra={"handle": handle, "seconds": round(seconds, 4), "system": kept.system})
         self._changed()
         return ready

@@ -184,6 +184,14 @@ def test_engines_are_bounded_and_come_back_by_handle() -> None:
         assert client.predict(handles[0], Prefill(1, 128)).engine.handle == handles[0]
 
 
+def test_engines_are_bounded_by_the_bytes_of_their_tables() -> None:
+    with running(max_engine_bytes=1) as served, Client(served.address) as client:
+        for tp in (1, 2, 4):
+            client.predict(EngineConfig(**{**CONFIG.to_dict(), "tp": tp}), Prefill(1, 5000))
+            assert served.metric("engine_cache_entries") == 1
+        assert served.metric("engine_cache_bytes") > 0
+
+
 def test_an_evicted_handle_of_a_resolved_engine_is_sent_inline_again() -> None:
     with running(max_handles=1, max_engines=1) as served, Client(served.address) as client:
         first = client.resolve(CONFIG)
