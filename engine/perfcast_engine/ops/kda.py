@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import numpy as np
 
@@ -80,8 +80,8 @@ class Kda(StateKernel):
         if self.phase != "verify":
             return super().extent(batch, s)
         draft = float(self.draft_tokens)
-        requests: Any = np.maximum(1.0, np.round(batch / draft)) if draft > 0 else batch
-        return requests, s * 0.0 + draft
+        requests = np.maximum(1.0, np.round(batch / draft)) if draft > 0 else batch
+        return cast(Number, requests), s * 0.0 + draft
 
     def key(self, table: Table, kernel: str) -> tuple[Key, ...] | None:
         """Exactly this shape, else the nearest number of value heads of the same ``d_model``."""
@@ -99,8 +99,10 @@ class Kda(StateKernel):
         parts = PARTS.get(kernel)
         if parts is None:
             return 4 * tokens * self.d_model
-        first, *others = (self._part_bytes(part, batch, s, tokens) for part in parts)
-        return sum(others, start=first)
+        moved = self._part_bytes(parts[0], batch, s, tokens)
+        for part in parts[1:]:
+            moved = moved + self._part_bytes(part, batch, s, tokens)
+        return moved
 
     def _part_bytes(self, part: str, batch: Number, s: Number, tokens: Number) -> Number:
         values = self.num_v_heads * self.head_v_dim
