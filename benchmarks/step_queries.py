@@ -85,22 +85,14 @@ def in_process(shapes: Shapes, referenced: bool) -> list[Arm]:
     def beside(kind: str) -> str | None:
         return f"reference {kind}" if referenced else None
 
+    def one(kind: str, call: Callable[..., Any], points: Callable[[int], Any]) -> Arm:
+        quick = getattr(steps, f"quick_{kind}")
+        return Arm(f"engine {kind}", lambda n: timed(lambda p: quick(*p) or call(*p), points(n)), beside(kind))
+
     return [
-        Arm(
-            "engine prefill",
-            lambda n: timed(lambda p: steps.quick_prefill(*p) or steps.prefill(*p), shapes.prefill(n)),
-            beside("prefill"),
-        ),
-        Arm(
-            "engine decode",
-            lambda n: timed(lambda p: steps.quick_decode(*p) or steps.decode_step(*p), shapes.decode(n)),
-            beside("decode"),
-        ),
-        Arm(
-            "engine mixed",
-            lambda n: timed(lambda p: steps.quick_mixed(*p) or steps.mixed(*p), shapes.mixed(n)),
-            beside("mixed"),
-        ),
+        one("prefill", steps.prefill, shapes.prefill),
+        one("decode", steps.decode_step, shapes.decode),
+        one("mixed", steps.mixed, shapes.mixed),
         Arm(f"engine decode, one of {BATCH_POINTS:,} points", many),
     ]
 

@@ -72,6 +72,12 @@ class CountTable:
         column = self(np.array([float(count)]))
         return float(column.ms[0]), column.by_source[0]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums kept so far."""
+        counts, kept = self._known
+        return counts.nbytes + sum(array.nbytes for array in kept)
+
     def evaluate(self, counts: np.ndarray) -> Column:
         """Sums at ``counts`` straight from the operators."""
         answers = self.answers(counts.astype(np.float64))
@@ -109,7 +115,7 @@ class TokenTable(CountTable):
 
     @property
     def nbytes(self) -> int:
-        return self._filled.nbytes + sum(array.nbytes for array in self._kept)
+        return int(self._filled.nbytes) + sum(array.nbytes for array in self._kept)
 
     def _fill(self, counts: np.ndarray) -> None:
         with self._lock:
