@@ -77,8 +77,14 @@ def test_tables_over_token_counts_are_the_operators_summed() -> None:
     )
 
 
-def test_no_short_cut_outside_of_the_measurements_nor_without_them() -> None:
-    assert steps("dense", "corrected").quick_decode(500_000, 100_000, 2) is None
+def test_far_outside_of_the_measurements_too() -> None:
+    model = steps("dense", "corrected")
+    quick = model.quick_decode(500_000, 100_000, 2)
+    assert quick is not None
+    assert quick.ms == pytest.approx(model.decode_step(500_000, 100_000, 2).ms[0], rel=1e-13)
+
+
+def test_no_short_cut_without_measurements() -> None:
     assert steps("dense", "corrected", "EMPIRICAL").quick_prefill(1, 1000) is None
     assert steps("dense", "corrected").quick_prefill(1, 1000, 1000) is None
     assert steps("dense", "corrected").quick_mixed(0, 4, 1000, 10) is None

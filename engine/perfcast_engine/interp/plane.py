@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64
-from perfcast_engine.interp.grid import Ints
+from perfcast_engine.interp.grid import Coords, Ints, Sol
 
 CELLS = 1 << 21  # of the largest plane that is worth its memory
 INTEGERS = 1 << 18  # knots below this are found by reading a list of all integers
@@ -110,27 +110,45 @@ class Plane:
     def _nested(self) -> Any:
         return self.values.tolist()
 
-    def at(self, *query: F64) -> F64:
-        """The value at each query; NaN outside."""
+    def at(self, *query: F64, sol: Sol | None = None) -> F64:
+        """The value at each query; NaN outside. With ``sol``, the roofline of the axes, the value of a row carries over
+        to a query that lies between it and one that ends too early."""
         cells = [axis.cell(c) for axis, c in zip(self.axes, query, strict=True)]
-        return self._at(cells, 0, None)
-
-    def _at(self, cells: list[Cell], depth: int, index: Any) -> F64:
-        if depth == len(cells):
-            leaves: F64 = self._flat.take(index)
-            return leaves
-        low, high, weight = cells[depth]
-        if index is not None:
-            index = index * self.values.shape[depth]
-            low, high = index + low, index + high
-        a, b = self._at(cells, depth + 1, low), self._at(cells, depth + 1, high)
+        low, high, weight = cells[0]
+        a, b = self._row(cells, 1, low), self._row(cells, 1, high)
         blend: F64
-        if depth == 0 and self.roots:
+        if self.roots:
             a_root, b_root = np.sqrt(a), np.sqrt(b)
             blend = np.where(weight > 0, (a_root + (b_root - a_root) * weight) ** 2, a)
         else:
             blend = a + (b - a) * weight
+        if sol is not None and len(cells) > 1:
+            self._carry(blend, a, b, cells[0], query, sol)
         return blend
+
+    def _row(self, cells: list[Cell], depth: int, index: NDArray[np.intp]) -> F64:
+        if depth == len(cells):
+            leaves: F64 = self._flat.take(index)
+            return leaves
+        low, high, weight = cells[depth]
+        index = index * self.values.shape[depth]
+        a, b = self._row(cells, depth + 1, index + low), self._row(cells, depth + 1, index + high)
+        blend: F64 = a + (b - a) * weight
+        return blend
+
+    def _carry(self, blend: F64, a: F64, b: F64, cell: Cell, query: Coords, sol: Sol) -> None:
+        """Fill ``blend`` where only one of two rows around the query has a value."""
+        between = (cell.low > 0) & (cell.high <= len(self.axes[0].knots))
+        alone = (np.isnan(a) != np.isnan(b)) & between
+        if not alone.any():
+            return
+        lower = ~np.isnan(a[alone])
+        key = self.axes[0].knots[np.where(lower, cell.low[alone], cell.high[alone]) - 1]
+        asked = tuple(c[alone] for c in query)
+        here, there = sol(*asked), sol(key, *asked[1:])
+        usable = np.isfinite(here) & np.isfinite(there) & (here > 0) & (there > 0)
+        ratio = np.where(usable, here, 1.0) / np.where(usable, there, 1.0)
+        blend[alone] = np.where(lower, a[alone], b[alone]) * ratio
 
     def one(self, *query: float) -> float:
         """``at`` for a single query."""

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64
-from perfcast_engine.interp.grid import Coords, Grid, Query, Sol
+from perfcast_engine.interp.grid import Coords, Grid, Sol
 from perfcast_engine.interp.nearest import nearest
-from perfcast_engine.interp.plane import Plane
+from perfcast_engine.interp.sheets import Resolved, Sheets
 from perfcast_engine.interp.util import UtilGrid
 
 ANCHORS = 4
 TINY = 1e-12
 SHEETS = 32  # of one surface that are kept
-
-
-class Resolved(NamedTuple):
-    """ms: (Q,) with NaN where nothing anchors the query; power: (Q,) W or None where the grid has none."""
-
-    ms: F64
-    power: F64 | None
-
-    @property
-    def energy(self) -> F64 | None:
-        return None if self.power is None else self.ms * self.power
 
 
 class _Anchors(NamedTuple):
@@ -41,95 +29,49 @@ class _Anchors(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Sheet:
-    """A grid, or the part of it at one outer key, resampled. power: W, None where the grid has none."""
-
-    ms: Plane
-    power: Plane | None
-
-    @classmethod
-    def of(cls, grid: Grid, roots: bool, lead: float | None = None) -> Sheet | None:
-        ms = Plane.of(grid.coords, grid.ms, roots, lead)
-        power = None if grid.power is None else Plane.of(grid.coords, grid.power, lead=lead)
-        return None if ms is None else cls(ms, power)
-
-
-@dataclass(frozen=True, eq=False)
 class Surface:
     """``sol``: roofline in ms of the grid's axes; ``sqrt_axis``: the axis on which square roots are blended."""
 
     grid: Grid
     sol: Sol
     sqrt_axis: int | None = None
-    _sheets: dict[tuple[float, ...], tuple[tuple[float, Sheet], ...]] = field(default_factory=dict, repr=False)
+    _sheets: dict[tuple[float, ...], Sheets] = field(default_factory=dict, repr=False)
 
     def at(self, *query: F64 | float) -> Resolved:
         """The latency at each query (a Query): exact, else interior, else held at the utilisation of the nearest
         leaves. NaN where the hold has no anchor or the query no positive roofline."""
-        ms, power = self._read(query)
-        rest = np.isnan(ms)
-        if rest.any():
-            n = int(np.count_nonzero(rest))
-            chained = self._chain(tuple(c[rest] if isinstance(c, np.ndarray) else np.full(n, c) for c in query))
-            ms[rest] = chained.ms
-            if power is not None and chained.power is not None:
-                power[rest] = chained.power
-        return Resolved(ms, power)
+        lead, rest = self._split(query)
+        sheets = self.sheets(*lead)
+        ms, power = sheets.at(rest, lambda *coords: self.sol(*lead, *coords))
+        open_ = np.isnan(ms)
+        if open_.any():
+            n = int(np.count_nonzero(open_))
+            left = tuple(c[open_] if isinstance(c, np.ndarray) else np.full(n, c) for c in query)
+            found = self._hold(left) if sheets.complete else self._chain(left)
+            ms[open_] = found.ms
+            if power is not None and found.power is not None:
+                power[open_] = found.power
+        return Resolved(ms, power if self.grid.power is not None else None)
 
     def one(self, *query: float) -> float:
-        """``at`` for a single query well inside of the grid; NaN for any other, which ``at`` has to answer."""
+        """The latency at a single query; quick where it lies between measurements."""
         lead, rest = self._split(query)
-        ms = nan
-        for weight, sheet in self.sheets(*lead):
-            here = sheet.ms.one(*rest)
-            ms = here if weight == 0 else ms + (here - ms) * weight
-        return ms
+        ms = self.sheets(*lead).one(*rest)
+        return ms if ms == ms else float(self.at(*lead, *(np.array([float(c)]) for c in rest)).ms[0])
 
-    def sheets(self, *lead: float) -> tuple[tuple[float, Sheet], ...]:
-        """The resampled sheets of the grid at one outer coordinate (of the whole grid without one): the first as it is
-        and the second, where there is one, blended into it at its weight. None beyond the outer keys."""
+    def sheets(self, *lead: float) -> Sheets:
+        """The grid resampled at one outer coordinate, or the whole of it."""
         found = self._sheets.get(lead)
         if found is None:
             if len(self._sheets) >= SHEETS:
                 self._sheets.clear()
-            found = self._sheets[lead] = self._resample(*lead)
+            found = self._sheets[lead] = Sheets.of(self.grid, self.sqrt_axis, *lead)
         return found
 
     def _split(self, query: tuple[Any, ...]) -> tuple[tuple[float, ...], tuple[Any, ...]]:
         """The leading number, if sheets are made for one, and what is left."""
         many = len(self.grid.coords) > 1
         return (query[:1], query[1:]) if many and not isinstance(query[0], np.ndarray) else ((), query)
-
-    def _read(self, query: Query) -> Resolved:
-        """From the sheets; NaN where these do not tell."""
-        lead, rest = self._split(query)
-        ms, power = np.full(len(rest[0]), np.nan), None if self.grid.power is None else np.zeros(len(rest[0]))
-        for weight, sheet in self.sheets(*lead):
-            here = sheet.ms.at(*rest)
-            ms = here if weight == 0 else ms + (here - ms) * weight
-            if sheet.power is not None and power is not None:
-                power = power + (sheet.power.at(*rest) - power) * (weight or 1.0)
-        return Resolved(ms, power)
-
-    def _resample(self, *lead: float) -> tuple[tuple[float, Sheet], ...]:
-        grid, roots = self.grid, self.sqrt_axis is not None
-        if roots and self.sqrt_axis != len(lead):
-            return ()
-        if not lead:
-            parts = [(0.0, Sheet.of(grid, roots))]
-        else:
-            outer = grid.coords[0]
-            if not outer[0] <= lead[0] <= outer[-1]:
-                return ()
-            low, high = outer[outer.searchsorted(lead[0], "right") - 1], outer[outer.searchsorted(lead[0])]
-            if roots and low < high:
-                weight = float((lead[0] - low) / (high - low))
-                ends = ((0.0, low), (weight, high))
-                parts = [(w, Sheet.of(grid.between(key, key), roots, float(key))) for w, key in ends]
-            else:  # where all blends are linear, the blend of two sheets is a sheet
-                parts = [(0.0, Sheet.of(grid.between(low, high), roots, lead[0]))]
-        sheets = tuple((weight, sheet) for weight, sheet in parts if sheet is not None)
-        return sheets if len(sheets) == len(parts) else ()
 
     def _chain(self, query: Coords) -> Resolved:
         ms, power = self.grid.interior(query, self.sol, self.sqrt_axis)

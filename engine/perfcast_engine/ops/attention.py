@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, nan
 from typing import ClassVar
 
 import numpy as np
@@ -213,7 +213,7 @@ class GenerationAttention(Op):
         """None where there is energy to tell, or nothing measured at such head counts."""
 
         def build() -> Averaged | None:
-            sheets = surface.sheets(float(self.heads))
+            sheets = surface.sheets(float(self.heads)).parts
             return Averaged(sheets[0][1].ms, _samples) if sheets and sheets[0][1].power is None else None
 
         return db.kept(("decode", surface, self.heads), build)
@@ -228,8 +228,18 @@ class GenerationAttention(Op):
         if not db.mode.shared:
             return None
         self._roofline(db, self.head_dim, self.window).rate()
-        table, scale = self._tabulated(db, self._kernels(db).measured(db)), self.scale
-        return None if table is None else lambda batch, s, prefix: table.one(batch, s) * scale
+        surface, heads, scale = self._kernels(db).measured(db), float(self.heads), self.scale
+        table = self._tabulated(db, surface)
+
+        def ms(batch: float, s: float, prefix: float) -> float:
+            mean = nan if table is None else table.one(batch, s)
+            if mean != mean:
+                lengths = _samples(np.array([float(s)])).ravel()
+                each = surface.at(heads, np.full(SAMPLES, float(batch)), lengths).ms
+                mean = float(each.sum() / SAMPLES)
+            return mean * scale
+
+        return ms
 
 
 def _samples(s: F64) -> F64:

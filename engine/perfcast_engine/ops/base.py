@@ -83,7 +83,7 @@ class Op(ABC):
 
     def quick(self, db: Database) -> Quick | None:
         """For one point at a time, without arrays: ms of all instances by (batch, s, prefix) at no imbalance, NaN where
-        ``evaluate`` has to be asked. None where the kind or the mode offers no such short cut."""
+        ``evaluate`` has to be asked, as for what misses. None where the kind or the mode offers no such short cut."""
         return None
 
     def quick_source(self, db: Database) -> Source:
