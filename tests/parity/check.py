@@ -53,6 +53,8 @@ REASONS: dict[str, set[Reason]] = {
     "MissingSystemFlopsError": {Reason.SYSTEM_FLOPS_MISSING},
     "SolNotImplementedError": {Reason.SOL_NOT_DEFINED},
     "ValueError": CONFIG | {Reason.OUT_OF_MEMORY},  # "no KV budget"
+    "TypeError": CONFIG,
+    "FileNotFoundError": CONFIG,
     "KeyError": CONFIG,
     "AssertionError": CONFIG,
     "NotImplementedError": CONFIG,

@@ -1,0 +1,96 @@
+"""Checks of generated documents against schemas kept as data, before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import jsonschema
+import yaml
+from perfcast_engine.errors import DataCorrupt, InvalidField
+
+from perfcast_deploy.catalog import data_file
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@cache
+def _validator(kind: str) -> jsonschema.Draft202012Validator:
+    schemas = data_file("schemas.yaml")
+    schema: dict[str, Any] = {"type": "object", "$defs": schemas["$defs"], **schemas["kinds"][kind]}
+    if kind not in ("HelmValues", "Kustomization"):
+        required = ["apiVersion", "kind", "metadata"]
+        schema = {
+            **schema,
+            "required": required,
+            "properties": {**schema["properties"], "metadata": {"$ref": "#/$defs/metadata"}},
+        }
+    return jsonschema.Draft202012Validator(schema)
+
+
+def read_yaml(name: str, text: str) -> list[dict[str, Any]]:
+    """The documents of a file; damaged YAML is a typed error."""
+    try:
+        documents = [document for document in yaml.load_all(text, LOADER) if document is not None]
+    except yaml.YAMLError as error:
+        raise DataCorrupt(f"{name} is no YAML: {' '.join(str(error).split())}", file=name) from error
+    if not all(isinstance(document, dict) for document in documents):
+        raise DataCorrupt(f"{name} holds something other than mappings", file=name)
+    return documents
+
+
+def problems(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(file and path, what is wrong) of everything that a schema knows; engine files and scripts are passed over."""
+    for name, text in files.items():
+        if not name.endswith((".yaml", ".yml")) or name.endswith("_config.yaml") or name == "front.yaml":
+            continue
+        for document in read_yaml(name, text):
+            kind = document.get("kind") or ("HelmValues" if "modelArtifacts" in document else None)
+            if kind not in data_file("schemas.yaml")["kinds"]:
+                yield name, f"unknown kind {kind!r}"
+                continue
+            for error in _validator(str(kind)).iter_errors(document):
+                path = "/".join(map(str, error.absolute_path))
+                yield f"{name}:{kind}/{path}", error.message
+            yield from ((f"{name}:{kind}", message) for message in _within(document))
+
+
+def _within(document: Mapping[str, Any]) -> Iterator[str]:
+    """What a schema cannot say: mounted volumes exist."""
+    for pod in _pods(document):
+        volumes = {volume["name"] for volume in pod.get("volumes", ())}
+        for container in [*pod.get("containers", ()), *([pod["mainContainer"]] if "mainContainer" in pod else [])]:
+            for mount in container.get("volumeMounts", ()):
+                if mount["name"] not in volumes:
+                    yield f"volume {mount['name']!r} is mounted but not defined"
+
+
+def _pods(node: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(node, Mapping):
+        if ("containers" in node or "mainContainer" in node) and "modelArtifacts" not in node and "create" not in node:
+            yield node
+        for value in node.values():
+            yield from _pods(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _pods(value)
+
+
+def require_valid(files: Mapping[str, str]) -> None:
+    """Raise with the first problem, if any."""
+    for where, message in problems(files):
+        raise InvalidField(where, message[:300], "schema")
+
+
+def read_json(name: str, text: str) -> Any:
+    """JSON without the non-numbers that Python would let through."""
+
+    def refuse(token: str) -> Any:
+        raise InvalidField(name, f"holds {token}, which is no number", "range")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise DataCorrupt(f"{name} is no JSON: {error}", file=name) from error
