@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Starts everything that runs on one node; ends when the first process ends.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+NODE_HOST=node-0
+ENGINE=vllm
+ENGINE_VERSION=0.24.0
+GPUS_PER_NODE=8
+mkdir -p logs
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT INT TERM
+echo "starting $ENGINE $ENGINE_VERSION on $NODE_HOST ($GPUS_PER_NODE GPUs)"
+
+CUDA_VISIBLE_DEVICES=0,1,2,3 \
+NCCL_CUMEM_ENABLE=1 \
+VLLM_NIXL_SIDE_CHANNEL_HOST=node-0 \
+VLLM_NIXL_SIDE_CHANNEL_PORT=10000 \
+vllm serve Qwen/Qwen3-32B-FP8 --served-model-name Qwen/Qwen3-32B-FP8 --host 0.0.0.0 --port 8100 --tensor-parallel-size 4 --pipeline-parallel-size 1 --data-parallel-size 1 --kv-cache-dtype fp8 --max-model-len 4756 --max-num-seqs 1 --max-num-batched-tokens 4756 --gpu-memory-utilization 0.92 --no-enable-chunked-prefill --enable-prefix-caching --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_both"}' \
+  > logs/prefill_0.log 2>&1 &
+
+CUDA_VISIBLE_DEVICES=4,5,6,7 \
+NCCL_CUMEM_ENABLE=1 \
+VLLM_NIXL_SIDE_CHANNEL_HOST=node-0 \
+VLLM_NIXL_SIDE_CHANNEL_PORT=10064 \
+vllm serve Qwen/Qwen3-32B-FP8 --served-model-name Qwen/Qwen3-32B-FP8 --host 0.0.0.0 --port 8101 --tensor-parallel-size 4 --pipeline-parallel-size 1 --data-parallel-size 1 --kv-cache-dtype fp8 --max-model-len 4756 --max-num-seqs 1 --max-num-batched-tokens 4756 --gpu-memory-utilization 0.92 --no-enable-chunked-prefill --enable-prefix-caching --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_both"}' \
+  > logs/prefill_1.log 2>&1 &
+
+vllm-router --host 0.0.0.0 --port 8000 --policy round_robin --vllm-pd-disaggregation --prefill http://node-0:8100 --prefill http://node-0:8101 --prefill http://node-1:8102 --prefill http://node-1:8103 --prefill http://node-2:8104 --decode http://node-2:8105 --decode http://node-2:8106 --decode http://node-3:8107 --decode http://node-3:8108 --decode http://node-3:8109 --decode http://node-3:8110 \
+  > logs/front.log 2>&1 &
+wait -n
