@@ -51,8 +51,11 @@ def csa_delta(db: Database, heads: int, tp: int, cp: int, at: Points) -> Answer:
     """As ``dsa_delta`` for compressed attention with a learned index."""
     chunk = chunk_of(at.s, cp)
     topk = db.kept(("top-k by batch", heads), lambda: clamped.reversed_axes(_kernel(db, TOPK, (heads, "v1_top_last"))))
-    logits = _mqa_logits(db, heads, tp, at) / cp - _mqa_logits(db, heads, tp, at.with_(s=chunk))
-    return _within(logits + _saved(topk, topk, cp, at, chunk))
+    ms = _saved(topk, topk, cp, at, chunk)
+    within = ~np.isnan(ms)  # which also bounds the number of calls
+    part, own = at.take(within), chunk[within]
+    ms[within] += _mqa_logits(db, heads, tp, part) / cp - _mqa_logits(db, heads, tp, part.with_(s=own))
+    return _within(ms)
 
 
 def _kernel(db: Database, name: str, key: tuple[Key, ...]) -> Grid:
