@@ -9,12 +9,17 @@ from perfcast_engine.backends import GIB
 from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig, QuantOverrides
 from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.resolve import resolve
-from perfcast_engine.serving.aggregated import aggregated
-from perfcast_engine.serving.disaggregated import Matching, paired, with_transfer
-from perfcast_engine.serving.rows import Rows
-from perfcast_engine.serving.static import Phases, speculated, static
-from perfcast_engine.serving.worker import Served, Worker, worker_of
-from perfcast_engine.serving.workload import KvTransfer, Workload
+from perfcast_engine.serving.estimate import (
+    EngineLimits,
+    Estimate,
+    Pool,
+    estimate_aggregated,
+    estimate_disaggregated,
+    estimate_static,
+)
+from perfcast_engine.serving.static import Phases
+from perfcast_engine.serving.worker import Worker, worker_of
+from perfcast_engine.serving.workload import Workload
 from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import Mode
 
@@ -52,6 +57,7 @@ SCHEDULE = {
     "mix_context_tokens": "ctx_tokens",
     "mix_decode_requests": "mixed_step_decodes",
 }
+ROLE_COLUMNS = {"bs": "batch", "workers": "workers", "memory": "memory_gib", "seq/s/worker": "requests_per_s"}
 QUANT = {"gemm": "gemm", "moe": "moe", "kvcache": "kv", "fmha": "fmha", "comm": "comm"}
 PARTS = {"weights": "weights", "activations": "activations", "kvcache": "kv", "nccl": "nccl", "others": "others"}
 
@@ -108,46 +114,54 @@ def evaluate(case: dict[str, Any]) -> dict[str, Any]:
         return capacity(worker(config_of(case, widths(case["parallel"]), moe_comm=FUSED)), given)
     engine = worker(config_of(case, widths(case["parallel"])))
     load = Workload(given["isl"], given["osl"], given["prefix"])
-    sizes = {name: given[name] for name in ("max_seq_len", "max_num_tokens") if name in given}
-    fraction, batch = given.get("free_gpu_memory_fraction"), given.get("batch_size", 1)
+    accepted = given.get("decode_tokens_per_iteration", 1.0) - 1
+    limits = EngineLimits(
+        accepted=accepted,
+        memory_fraction=given.get("free_gpu_memory_fraction"),
+        max_seq_len=given.get("max_seq_len"),
+        max_num_tokens=given.get("max_num_tokens"),
+    )
+    batch = given.get("batch_size", 1)
     if case["kind"] == "agg":
-        accepted = given.get("decode_tokens_per_iteration", 1.0) - 1
-        served = aggregated(engine, load, batch, given["ctx_tokens"], accepted=accepted, **sizes, operators=True)
-        out = answer(engine, load, served.raise_first(), fraction, fixed=True)
-        row = served.rows.row(0)
-        out["scheduling"] = {name: row[own] for name, own in SCHEDULE.items()} | {
-            "mix_efficiency": 1.0,
-            "decode_iterations": 1 + max(load.osl - 1, 0) / (1 + accepted),
-            "mix_decode_query_tokens": row["mixed_step_decodes"] * (case["nextn"] + 1),
-            "mix_step_energy_wms": float(served.steps["mixed"].energy[0]),
-            "genonly_step_energy_wms": float(served.steps["decode"].energy[0]),
-        }
-        shared, prompt, decode = engine.step.mixed_parts(
-            row["ctx_tokens"], row["mixed_step_decodes"], load.isl, load.osl, load.prefix, operators=True
-        )
-        out["mix_step_ops"] = operators(shared) | {
-            "context_attention (scaled)": float(prompt.ms[0]),
-            "generation_attention": float(decode.ms[0]),
-        }
-        out["genonly_step_ops"] = operators(served.steps["decode"]) if row["decode_step_ms"] else {}
-        if "decode_tokens_per_iteration" in given:
-            out["scheduling"]["decode_tokens_per_iteration"] = 1 + accepted
-        return out
+        found = estimate_aggregated(engine, load, batch, given["ctx_tokens"], limits, operators=True)
+        return answer(engine, load, found) | in_flight(engine, load, found, accepted, given)
     correction = given.get("latency_correction_scale", 1.0)
-    served = static(
+    found = estimate_static(
         engine,
         load,
         batch,
         Phases(case["kind"]),
+        limits,
         correction=correction,
         stride=given.get("stride", 32),
-        **sizes,
         operators=True,
     )
-    out = answer(engine, load, served.raise_first(), fraction, fixed=False)
-    for name, phase in (("context_ops", "prefill"), ("generation_ops", "decode")):
-        out[name] = operators(served.steps.get(phase), correction)
-    return out
+    steps = (("context_ops", "prefill"), ("generation_ops", "decode"))
+    return answer(engine, load, found) | {name: operators(found.steps.get(phase), correction) for name, phase in steps}
+
+
+def in_flight(
+    engine: Worker, load: Workload, found: Estimate, accepted: float, given: dict[str, Any]
+) -> dict[str, Any]:
+    row, mixed, decode = found.rows.row(0), found.steps["mixed"], found.steps["decode"]
+    schedule = {name: row[own] for name, own in SCHEDULE.items()} | {
+        "mix_efficiency": 1.0,
+        "decode_iterations": 1 + max(load.osl - 1, 0) / (1 + accepted),
+        "mix_decode_query_tokens": row["mixed_step_decodes"] * (engine.step.nextn + 1),
+        "mix_step_energy_wms": float(mixed.energy[0]),
+        "genonly_step_energy_wms": float(decode.energy[0]),
+    }
+    if "decode_tokens_per_iteration" in given:
+        schedule["decode_tokens_per_iteration"] = 1 + accepted
+    shared, prompts, attention = engine.step.mixed_parts(
+        row["ctx_tokens"], row["mixed_step_decodes"], load.isl, load.osl, load.prefix, operators=True
+    )
+    parts = {"context_attention (scaled)": float(prompts.ms[0]), "generation_attention": float(attention.ms[0])}
+    return {
+        "scheduling": schedule,
+        "mix_step_ops": operators(shared) | parts,
+        "genonly_step_ops": operators(decode) if row["decode_step_ms"] else {},
+    }
 
 
 def operators(step: Any, correction: float = 1.0) -> dict[str, float]:
@@ -171,9 +185,8 @@ def identity(engine: Worker) -> dict[str, Any]:
     }
 
 
-def answer(engine: Worker, load: Workload, served: Served, fraction: float | None, fixed: bool) -> dict[str, Any]:
-    row = served.rows.row(0)
-    out, over = engine.memory.verdict(served.memory, engine.memory.kv_fraction(fraction, fixed))
+def answer(engine: Worker, load: Workload, found: Estimate) -> dict[str, Any]:
+    row, fit = found.rows.row(0), found.fit["engine"]
     return {
         "row": {name: row[own] for name, own in COLUMNS.items() if own in row}
         | identity(engine)
@@ -186,10 +199,10 @@ def answer(engine: Worker, load: Workload, served: Served, fraction: float | Non
             "request_rate": row["requests_per_s"] if "ctx_tokens" in row else 0.0,
             "encoder_memory": 0.0,
         },
-        "memory_gib": {"total": float(served.memory.gib[0])}
-        | {name: float(served.memory.parts()[own][0]) / GIB for name, own in PARTS.items()},
-        "oom": bool(out[0]),
-        "kv_oom": bool(over[0]),
+        "memory_gib": {"total": float(fit.memory.gib[0])}
+        | {name: float(fit.memory.parts()[own][0]) / GIB for name, own in PARTS.items()},
+        "oom": bool(fit.out_of_memory[0]),
+        "kv_oom": bool(fit.kv_over_budget[0]),
     }
 
 
@@ -223,34 +236,26 @@ def capacity(engine: Worker, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def disaggregated(case: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The reference's single point: tabulated rows, no waiting in front of prefill."""
-    load, matching = Workload(given["isl"], given["osl"], given["prefix"]), Matching(ttft_factor=1.0)
-    sides: dict[str, tuple[Worker, Rows]] = {}
-    for role, phases in (("prefill", Phases.PREFILL), ("decode", Phases.DECODE)):
+    load, pools = Workload(given["isl"], given["osl"], given["prefix"]), {}
+    for role in ("prefill", "decode"):
         asked = given[role]
         tp, pp, dp, moe_tp, moe_ep, *cp = asked["parallel"]
         mapping = ParallelConfig(tp=tp, pp=pp, attn_dp=dp, cp=cp[0] if cp else 1, moe_tp=moe_tp, moe_ep=moe_ep)
-        engine = worker(config_of(case, mapping, role=role, resolution="search", moe_comm=None))
-        served = static(
-            engine,
-            load,
-            asked["batch_size"],
-            phases,
-            correction=given[f"{role}_latency_correction"],
+        pools[role] = Pool(
+            worker=worker(config_of(case, mapping, role=role, resolution="search", moe_comm=None)),
+            batch=asked["batch_size"],
+            workers=asked["workers"],
+            limits=EngineLimits(accepted=given.get("nextn_accepted", 0.0)),
         )
-        rows = served.raise_first().rows.rounded()
-        sides[role] = engine, speculated(rows, phases, load, given.get("nextn_accepted", 0.0)).rounded()
-    (p_engine, p), (d_engine, d) = sides["prefill"], sides["decode"]
-    p = with_transfer(p, p_engine, load, KvTransfer(), matching.ttft_factor)
-    row = paired(p, d, given["prefill"]["workers"], given["decode"]["workers"], load, matching).row(0)
+    corrections = given["prefill_latency_correction"], given["decode_latency_correction"]
+    found = estimate_disaggregated(pools["prefill"], pools["decode"], load, corrections=corrections).require_fit()
+    row = found.rows.row(0)
     out = {name: row[own] for name, own in COLUMNS.items() if own in row}
-    for tag, role, engine, rows in (("(p)", "prefill", p_engine, p), ("(d)", "decode", d_engine, d)):
-        out |= {tag + name: value for name, value in identity(engine).items()}
-        out[tag + "bs"] = row[f"{role}_batch"]
-        out[tag + "global_bs"] = row[f"{role}_batch"] * engine.parallel.attn_dp
-        out[tag + "workers"] = row[f"{role}_workers"]
-        out[tag + "memory"] = row[f"{role}_memory_gib"]
-        out[tag + "seq/s/worker"] = rows["requests_per_s"][0]
+    for role, pool in pools.items():
+        tag = f"({role[0]})"
+        out |= {tag + name: value for name, value in identity(pool.worker).items()}
+        out |= {tag + name: row[f"{role}_{own}"] for name, own in ROLE_COLUMNS.items()}
+        out[tag + "global_bs"] = row[f"{role}_batch"] * pool.worker.parallel.attn_dp
     no_encoders = {"workers": 0, "tp": 0, "pp": 0, "bs": 0, "parallel": "", "memory": 0.0}
     out |= {f"(e){name}": value for name, value in no_encoders.items()}
     out |= {"model": case["model"], "isl": load.isl, "osl": load.osl, "prefix": load.prefix}

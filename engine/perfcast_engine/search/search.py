@@ -25,7 +25,7 @@ from perfcast_engine.search.pick import (
     pick_for_load,
 )
 from perfcast_engine.search.space import Space, default_space, mappings
-from perfcast_engine.search.sweep import EngineLimits, Sweep, sweep_aggregated, sweep_role
+from perfcast_engine.search.sweep import Sweep, sweep_aggregated, sweep_role
 from perfcast_engine.search.task import (
     AGGREGATED,
     DECODE,
@@ -42,6 +42,7 @@ from perfcast_engine.search.task import (
 )
 from perfcast_engine.serving.aggregated import prompt_to_compute
 from perfcast_engine.serving.disaggregated import with_transfer
+from perfcast_engine.serving.estimate import EngineLimits
 from perfcast_engine.serving.rows import Rows, concatenated
 from perfcast_engine.serving.static import Phases
 from perfcast_engine.serving.worker import Worker

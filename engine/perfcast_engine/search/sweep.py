@@ -13,8 +13,9 @@ from perfcast_engine.memory import Footprint
 from perfcast_engine.profiles import FIXED_KV_FRACTION, LATENCY_CORRECTIONS, ROUNDED_ROWS
 from perfcast_engine.search.grids import Pair
 from perfcast_engine.serving.aggregated import aggregated, aggregated_memory, prompt_to_compute
+from perfcast_engine.serving.estimate import EngineLimits, side_rows
 from perfcast_engine.serving.rows import DECIMALS, Rows, descending
-from perfcast_engine.serving.static import Phases, speculated, static, static_memory
+from perfcast_engine.serving.static import Phases, static, static_memory
 from perfcast_engine.serving.worker import Worker
 from perfcast_engine.serving.workload import Workload
 
@@ -32,16 +33,6 @@ class Sweep:
     fits_kv: bool = False
     miss: PerfDataMissing | None = None  # of some point
     error: EngineError | None = None  # that condemned the whole engine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """How an engine is set up, where that is not its framework's default."""
-
-    accepted: float = 0.0  # draft tokens of a decode step
-    memory_fraction: float | None = None
-    max_seq_len: int | None = None
-    max_num_tokens: int | None = None
 
 
 def sweep_aggregated(
@@ -124,7 +115,5 @@ def sweep_role(worker: Worker, load: Workload, batches: F64, phases: Phases, lim
     except EngineError as error:
         return Sweep(None, None, *fits, error=error)
     rows = served.rows.take(~np.isnan(served.rows["request_latency_ms"]))
-    rounded = worker.profile[ROUNDED_ROWS]
-    rows = speculated(rows.rounded() if rounded else rows, phases, load, limits.accepted)
-    rows = rows.rounded() if rounded else rows
+    rows = side_rows(rows, worker, load, phases, limits.accepted)
     return Sweep(rows, rows, *fits, miss)

@@ -31,6 +31,9 @@ class Matching:
                 raise InvalidField(f"matching.{name}", "must be positive and finite", why="range")
 
 
+USUAL_MATCHING = Matching()
+
+
 def sent_bytes(worker: Worker, load: Workload) -> float:
     """KV cache bytes of one request that each GPU of a prefill worker hands over: the prompt without its prefix."""
     lengths = np.array([worker.prompt_tokens(load), load.prefix], np.float64)

@@ -92,3 +92,6 @@ class KvTransfer:
     def requests_per_s(self, sent_bytes: float) -> float:
         """The most hand-overs a link sustains."""
         return math.inf if self.off or sent_bytes <= 0 else self.bandwidth_bytes_s / sent_bytes
+
+
+NO_TRANSFER = KvTransfer()
