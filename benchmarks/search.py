@@ -19,9 +19,7 @@ from typing import Any
 
 from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.predictor import Predictor
-from perfcast_engine.search.search import search
 from perfcast_engine.search.task import SearchTask
-from perfcast_engine.search.workshop import TableWorkshop
 from perfcast_engine.serving.aggregated import aggregated
 from perfcast_engine.serving.worker import worker_of
 from perfcast_engine.serving.workload import Targets, Workload
@@ -64,7 +62,7 @@ def searches(predictor: Predictor) -> list[Arm]:
 
 def searched(predictor: Predictor, task: SearchTask) -> Callable[[], float]:
     def run() -> float:
-        (found,) = search(task, TableWorkshop(predictor.catalog, predictor.registry)).experiments
+        (found,) = predictor.search(task).experiments
         return float(found.rows["tokens_per_s_per_gpu"].max())
 
     return run

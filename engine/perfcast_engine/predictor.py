@@ -11,7 +11,7 @@ print(engine.steps.prefill(batch=1, isl=4000).ms)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,11 @@ from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.resolve import Engine as Resolved
 from perfcast_engine.models.resolve import resolve
 from perfcast_engine.models.spec import ModelSpec
-from perfcast_engine.profiles import profile_named
+from perfcast_engine.search.recommend import recommend
+from perfcast_engine.search.search import search
+from perfcast_engine.search.task import Progress, SearchResult, SearchTask
+from perfcast_engine.search.workshop import TableWorkshop
+from perfcast_engine.serving.worker import Worker, worker_of
 from perfcast_engine.step import StepModel
 from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import Mode
@@ -47,11 +51,13 @@ class Engine:
         return hashlib.sha256(f"{self.config.handle} {self.data_version}".encode()).hexdigest()[:32]
 
     @cached_property
+    def worker(self) -> Worker:
+        """This engine as the serving models see it: its steps, its memory, its GPUs."""
+        return worker_of(self.resolved)
+
+    @property
     def steps(self) -> StepModel:
-        plan = self.resolved.plan
-        return StepModel(
-            plan.context, plan.generation, self.resolved.db, self.resolved.nextn, profile_named(self.config.profile)
-        )
+        return self.worker.step
 
     @property
     def model(self) -> ModelSpec:
@@ -96,6 +102,24 @@ class Predictor:
         """
         resolved = resolve(config, self.catalog, self.registry)
         return Engine(resolved, self._data_version(resolved))
+
+    def search(
+        self,
+        task: SearchTask,
+        progress: Callable[[Progress], None] = lambda _: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> SearchResult:
+        """The best deployments; see ``perfcast_engine.search.search``."""
+        return search(task, TableWorkshop(self.catalog, self.registry), progress, cancelled)
+
+    def recommend(
+        self,
+        task: SearchTask,
+        progress: Callable[[Progress], None] = lambda _: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> SearchResult:
+        """The fewest GPUs for a load; see ``perfcast_engine.search.recommend``."""
+        return recommend(task, TableWorkshop(self.catalog, self.registry), progress, cancelled)
 
     def _data_version(self, resolved: Resolved) -> str:
         """Digest of the pack, or of the system's figures where there is none."""

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from perfcast_engine.config import EngineConfig
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.search.grids import chunk_sizes, target_pairs, up_to
-from perfcast_engine.search.pick import cluster_throughput
+from perfcast_engine.search.pick import Load, cluster_throughput
+from perfcast_engine.search.recommend import recommend
 from perfcast_engine.search.search import search
 from perfcast_engine.search.space import Space
 from perfcast_engine.search.task import Cancelled, SearchTask, Status
@@ -211,3 +212,29 @@ def test_grids():
     assert pairs[0] == (200.0, 180.0)
     assert (1900.0, 10.0) in pairs
     assert len(target_pairs(Targets(300, 10), 500, True)) == 75
+
+
+def test_one_token_answers_can_be_searched():
+    result = search(task(load=Workload(2000, 1)), ToyShop())
+    assert all(e.eligible for e in result.experiments)
+    assert all((e.pick.rows["tpot_ms"] == 0).all() for e in result.experiments)
+
+
+@pytest.mark.parametrize("profile", ["reference", "corrected"])
+def test_recommend_serves_the_load_on_the_fewest_gpus(profile):
+    asked = task(profile=profile, total_gpus=None, match_load=Load(request_rate=40.0))
+    result = recommend(asked, ToyShop())
+    for experiment in result.experiments:
+        rows = experiment.pick.rows
+        assert (rows["requests_per_s"] * rows["replicas"] >= 40.0).all()
+        assert (np.diff(rows["gpus_needed"]) >= 0).all()
+    widest = max(e.rows["gpus"].max() for e in result.experiments)
+    assert widest <= 8 or profile == "corrected"
+    with pytest.raises(InvalidField, match="match_load"):
+        recommend(task(), ToyShop())
+
+
+def test_recommend_widens_workers_until_the_model_fits():
+    asked = task(total_gpus=None, modes=("agg",), match_load=Load(concurrency=10.0), space=Space(tp=(1, 16)))
+    (found,) = recommend(asked, ToyShop({"capacity": 12e9})).experiments
+    assert set(found.rows["gpus"]) == {16}

@@ -11,6 +11,7 @@ from perfcast_engine.answer import Mask
 from perfcast_engine.errors import InvalidField, OutOfMemory
 from perfcast_engine.memory import Footprint
 from perfcast_engine.profiles import (
+    FIRST_TOKEN_FREE,
     FIXED_KV_FRACTION,
     LATENCY_CORRECTIONS,
     ROUNDED_ROWS,
@@ -192,7 +193,12 @@ def estimate_disaggregated(
 
 
 def side_rows(rows: Rows, worker: Worker, load: Workload, phases: Phases, accepted: float) -> Rows:
-    """Rows of one role as rates are matched on them; the reference rounds before and after draft tokens count."""
+    """Rows of one role as rates are matched on them; the reference rounds before and after draft tokens count.
+
+    Where there is nothing to decode, decode never is the bottleneck.
+    """
+    if phases is Phases.DECODE and load.osl == 1 and not worker.profile[FIRST_TOKEN_FREE]:
+        return rows.with_(requests_per_s=np.full(len(rows), np.inf))
     if not worker.profile[ROUNDED_ROWS]:
         return speculated(rows, phases, load, accepted)
     return speculated(rows.rounded(), phases, load, accepted).rounded()
