@@ -22,7 +22,7 @@ from perfcast_server.engines import PROBES, Engines
 from perfcast_server.errors import ServiceError
 from perfcast_server.lifecycle import Health, Lifecycle, State
 from perfcast_server.metrics import Metrics
-from perfcast_server.rpc import Rpc, Stream, Unary
+from perfcast_server.rpc import Method, Rpc
 from perfcast_server.settings import Settings, SettingsError
 
 log = logging.getLogger("perfcast.server")
@@ -30,10 +30,10 @@ log = logging.getLogger("perfcast.server")
 PROBE_MODEL, PROBE_SYSTEM, PROBE_BACKENDS = "Qwen/Qwen3-32B-FP8", "h200_sxm", ("trtllm", "vllm")
 
 
-def services(engines: Engines, settings: Settings, metrics: Metrics) -> dict[str, tuple[Unary | Stream, ...]]:
+def services(engines: Engines, settings: Settings, metrics: Metrics) -> dict[str, tuple[Method, ...]]:
     """Every service with its methods."""
     listing = catalog.Catalog(engines, settings)
-    offered: dict[str, tuple[Unary | Stream, ...]] = {
+    offered: dict[str, tuple[Method, ...]] = {
         prediction.SERVICE: prediction.Prediction(engines, settings, metrics).methods(),
         catalog.SERVICE: listing.methods(),
     }

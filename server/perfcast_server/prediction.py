@@ -17,7 +17,7 @@ from perfcast_server import wire
 from perfcast_server.engines import Engines, Ready
 from perfcast_server.errors import ServiceError, invalid, refusal
 from perfcast_server.metrics import Metrics
-from perfcast_server.rpc import Stream, Unary
+from perfcast_server.rpc import Method, Stream, Unary
 from perfcast_server.settings import Settings
 from perfcast_server.steps import KINDS, Query, check_size, query
 
@@ -32,7 +32,7 @@ class Prediction:
         self._settings = settings
         self._meters = {kind: (metrics.points.labels(kind), metrics.point_seconds.labels(kind)) for kind in KINDS}
 
-    def methods(self) -> tuple[Unary | Stream, ...]:
+    def methods(self) -> tuple[Method, ...]:
         return (
             Unary("ResolveEngine", prediction_pb2.ResolveEngineRequest, self.resolve_engine),
             Unary("PredictStep", prediction_pb2.PredictStepRequest, self.predict_step, self.predict_step_at_once),

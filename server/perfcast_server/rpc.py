@@ -6,7 +6,8 @@ import asyncio
 import logging
 import secrets
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NoReturn
@@ -30,13 +31,24 @@ Key = tuple[str, bytes]
 class Unary:
     """One RPC: its name, the type of its request, and what answers it.
 
-    ``at_once`` may answer a request without waiting for anything; None where it would have to.
+    ``at_once`` may answer a request without waiting for anything; None where it would have to. ``pure``: whether equal
+    requests have equal answers; those of others are neither kept nor shared.
     """
 
     name: str
     request: type[Message]
     answer: Callable[[Any], Awaitable[Message]]
     at_once: Callable[[Any], Message | None] = lambda request: None
+    pure: Callable[[Any], bool] = lambda request: True
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStream:
+    """One RPC with many answers: ``answers`` turns the request into them. A caller that leaves ends it."""
+
+    name: str
+    request: type[Message]
+    answers: Callable[[Any], AsyncGenerator[Message]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +58,9 @@ class Stream:
     name: str
     request: type[Message]
     answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
+
+
+Method = Unary | ServerStream | Stream
 
 
 def parsed(kind: type[Message], data: bytes) -> Any:
@@ -84,18 +99,17 @@ class Rpc:
         """Drop all kept answers; for when the data behind them change."""
         self._kept.clear()
 
-    def handlers(self, service: str, methods: Iterable[Unary | Stream]) -> grpc.GenericRpcHandler:
+    def handlers(self, service: str, methods: Iterable[Method]) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(
-            service,
-            {
-                method.name: (
-                    grpc.unary_unary_rpc_method_handler(self._unary(service, method))
-                    if isinstance(method, Unary)
-                    else grpc.stream_stream_rpc_method_handler(self._stream(service, method))
-                )
-                for method in methods
-            },
+            service, {method.name: self._handler(service, method) for method in methods}
         )
+
+    def _handler(self, service: str, method: Method) -> grpc.RpcMethodHandler:
+        if isinstance(method, Unary):
+            return grpc.unary_unary_rpc_method_handler(self._unary(service, method))
+        if isinstance(method, ServerStream):
+            return grpc.unary_stream_rpc_method_handler(self._server_stream(service, method))
+        return grpc.stream_stream_rpc_method_handler(self._stream(service, method))
 
     def _unary(self, service: str, method: Unary) -> Callable[[bytes, Any], Awaitable[bytes]]:
         meter = _Meter(self._metrics, "unary", service, method.name)
@@ -121,7 +135,7 @@ class Rpc:
 
         return handle
 
-    async def _admitted(self, method: Unary, key: Key, context: Any) -> bytes:
+    def _admit(self, context: Any) -> None:
         self._lifecycle.require_loaded()  # while draining, gRPC itself turns new calls away
         limit = self._settings.max_concurrent_requests
         if self._in_work >= limit:
@@ -129,13 +143,19 @@ class Rpc:
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:
             raise ServiceError("DEADLINE", "the deadline passed before the work began")
+
+    async def _admitted(self, method: Unary, key: Key, context: Any) -> bytes:
+        self._admit(context)
         self._metrics.response_misses.inc()
         request = parsed(method.request, key[1])
         answer = method.at_once(request)
+        pure = method.pure(request)
         if answer is not None:
-            return self._kept_bytes(key, answer)
+            return self._kept_bytes(key, answer) if pure else self._bytes(answer)
         self._in_work += 1
         try:
+            if not pure:
+                return self._bytes(await method.answer(request))
             return await self._flights.do(key, lambda: self._answered(method, key, request))
         finally:
             self._in_work -= 1
@@ -143,7 +163,7 @@ class Rpc:
     async def _answered(self, method: Unary, key: Key, request: Any) -> bytes:
         return self._kept_bytes(key, await method.answer(request))
 
-    def _kept_bytes(self, key: Key, answer: Message) -> bytes:
+    def _bytes(self, answer: Message) -> bytes:
         data = answer.SerializeToString()
         if len(data) > self._settings.max_message_bytes:
             raise ServiceError(
@@ -152,9 +172,37 @@ class Rpc:
                 limit="max_message_bytes",
                 retry="no",
             )
+        return data
+
+    def _kept_bytes(self, key: Key, answer: Message) -> bytes:
+        data = self._bytes(answer)
         if len(data) <= LARGEST_KEPT and len(key[1]) <= LARGEST_KEPT:
             self._kept.put(key, data)
         return data
+
+    def _server_stream(self, service: str, method: ServerStream) -> Callable[[bytes, Any], Awaitable[None]]:
+        meter = _Meter(self._metrics, "server_stream", service, method.name)
+
+        async def handle(data: bytes, context: Any) -> None:
+            began = meter.start()
+            try:
+                self._admit(context)
+                self._in_work += 1
+                try:
+                    async with aclosing(method.answers(parsed(method.request, data))) as answers:
+                        async for answer in answers:
+                            await context.write(self._bytes(answer))
+                            meter.sent.inc()
+                finally:
+                    self._in_work -= 1
+            except asyncio.CancelledError:
+                meter.finish(began, grpc.StatusCode.CANCELLED)
+                raise
+            except Exception as error:
+                await self._abort(error, context, meter, began)
+            meter.finish(began)
+
+        return handle
 
     def _stream(self, service: str, method: Stream) -> Callable[[Any, Any], Awaitable[None]]:
         meter = _Meter(self._metrics, "bidi_stream", service, method.name)
