@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = {
     "protos": "perfcast",
+    "surface": "perfcast_surface",
     "systems": "perfcast_systems",
     "engine": "perfcast_engine",
     "server": "perfcast_server",
@@ -20,12 +21,13 @@ ROOMS = {
 }
 MAY_IMPORT = {
     "protos": set(),
+    "surface": set(),
     "systems": set(),
-    "engine": {"systems"},
+    "engine": {"surface", "systems"},
     "server": {"engine", "protos", "deploy"},
-    "client": {"protos"},
+    "client": {"surface", "protos"},
     "deploy": {"engine"},
-    "cli": {"protos", "systems", "engine", "server", "client", "deploy"},
+    "cli": {"surface", "protos", "systems", "engine", "server", "client", "deploy"},
 }
 # What a planner's environment gets with the client: nothing that is not a base dependency.
 CLIENT_NEEDS = {"grpc", "google", "numpy"}

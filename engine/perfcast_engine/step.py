@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from perfcast_surface.mixed import ARRAYS, NUMBERS, StepRules
 
 from perfcast_engine.answer import F64, Mask, Points
 from perfcast_engine.errors import InvalidField
@@ -30,30 +30,6 @@ from perfcast_engine.token_table import CountTable
 MAX_COUNT = 2**32 - 1
 MAX_SAMPLES = 1_000_000  # of all trajectories in one call; bounds memory and time
 DEFAULT_STRIDE = 32
-
-
-class Rounding(NamedTuple):
-    """Functions on arrays, or on numbers."""
-
-    floor: Callable[[Any], Any]
-    ceil: Callable[[Any], Any]
-    maximum: Callable[[Any, Any], Any]
-
-
-ARRAYS = Rounding(np.floor, np.ceil, np.maximum)
-NUMBERS = Rounding(math.floor, math.ceil, max)
-
-
-class MixedPlan(NamedTuple):
-    """The passes of a mixed step. flat, cached: tokens of the shared pass, run as one sequence; prompts: (prompts,
-    weight) of the context-attention passes; decodes, length: query tokens and KV length of decode attention."""
-
-    flat: Any
-    cached: Any
-    logits_rows: Any
-    prompts: tuple[tuple[Any, Any], ...]
-    decodes: Any
-    length: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +69,20 @@ class StepModel:
     shared: Phases | None = field(default=None, compare=False)
 
     @cached_property
-    def _context(self) -> Phase:
+    def rules(self) -> StepRules:
+        return StepRules(
+            self.nextn,
+            self.profile[MIXED_LOGITS_ROWS],
+            self.profile[MIXED_PREFIX_PER_PROMPT],
+            self.profile[MIXED_WHOLE_PROMPTS],
+        )
+
+    @cached_property
+    def context_phase(self) -> Phase:
         return self._phase(self.context, logits_apart=True)
 
     @cached_property
-    def _generation(self) -> Phase:
+    def generation_phase(self) -> Phase:
         return self._phase(self.generation, logits_apart=False)
 
     def _phase(self, ops: tuple[Op, ...], logits_apart: bool) -> Phase:
@@ -110,7 +95,7 @@ class StepModel:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables filled so far; they grow as new token counts are asked for."""
-        return self._context.nbytes + self._generation.nbytes
+        return self.context_phase.nbytes + self.generation_phase.nbytes
 
     def prefill(
         self, batch: Any, isl: Any, prefix: Any = 0, imbalance: Any = 1.0, *, operators: bool = False
@@ -119,11 +104,11 @@ class StepModel:
         batch, isl, prefix = _counts(batch=batch, isl=isl, prefix=prefix)
         _require(prefix < isl, "prefix", "must be smaller than isl")
         at = Points.of(batch, isl - prefix, prefix, None, imbalance)
-        return self._context.price(at, at.batch, operators)
+        return self.context_phase.price(at, at.batch, operators)
 
     def quick_prefill(self, batch: int, isl: int, prefix: int = 0) -> QuickStep | None:
         """``prefill`` of one point without arrays; None where the arrays have to be asked."""
-        phase, s = self._context.quick, isl - prefix
+        phase, s = self.context_phase.quick, isl - prefix
         if phase is None or batch < 1 or s < 1 or prefix < 0:
             return None
         step = phase.shared(batch, s, prefix, batch * s, batch)
@@ -132,7 +117,7 @@ class StepModel:
 
     def quick_decode(self, gen_requests: int, isl: int, osl: int) -> QuickStep | None:
         """``decode_step`` of one point without arrays; None where the arrays have to be asked."""
-        phase, tokens = self._generation.quick, gen_requests * (self.nextn + 1)
+        phase, tokens = self.generation_phase.quick, gen_requests * (self.nextn + 1)
         if phase is None or tokens < 1 or isl < 1 or osl < 1:
             return None
         length = isl + osl // 2 + 1
@@ -142,10 +127,10 @@ class StepModel:
 
     def quick_mixed(self, ctx_tokens: int, gen_requests: int, isl: int, osl: int, prefix: int = 0) -> QuickStep | None:
         """``mixed`` of one point without arrays; None where the arrays have to be asked."""
-        context, generation = self._context.quick, self._generation.quick
+        context, generation = self.context_phase.quick, self.generation_phase.quick
         if context is None or generation is None or ctx_tokens < 1 or gen_requests < 0 or not 0 <= prefix < isl:
             return None
-        plan = self._mixed_plan(ctx_tokens, gen_requests, isl, osl, prefix, NUMBERS)
+        plan = self.rules.mixed(ctx_tokens, gen_requests, isl, osl, prefix, NUMBERS)
         if plan.flat < 1:
             return None
         step = context.shared(1, plan.flat, plan.cached, plan.flat, plan.logits_rows)
@@ -163,7 +148,7 @@ class StepModel:
         requests, isl, osl = _counts(gen_requests=gen_requests, isl=isl, osl=osl)
         tokens = requests * (self.nextn + 1)
         length = np.maximum(isl, 1) + np.maximum(osl, 1) // 2 + 1
-        result = self._generation.price(Points.of(tokens, length, 0, tokens, imbalance), tokens, operators)
+        result = self.generation_phase.price(Points.of(tokens, length, 0, tokens, imbalance), tokens, operators)
         return blanked(result, requests == 0)
 
     def decode(
@@ -191,7 +176,7 @@ class StepModel:
         held = np.minimum(stride, steps[point] - offset)
         tokens = batch[point] * (self.nextn + 1)
         at = Points.of(tokens, isl[point] + offset + 1, 0, tokens * beam[point], imbalance[point])
-        return gathered(self._generation.price(at, at.x, operators).scaled(held), point, len(batch))
+        return gathered(self.generation_phase.price(at, at.x, operators).scaled(held), point, len(batch))
 
     def mixed(
         self,
@@ -229,39 +214,20 @@ class StepModel:
         )
         _require(isl > 0, "isl", "must be positive")
         _require((prefix < isl) | (tokens == 0), "prefix", "must be smaller than isl")
-        plan = self._mixed_plan(tokens, requests, isl, osl, prefix, ARRAYS)
+        plan = self.rules.mixed(tokens, requests, isl, osl, prefix, ARRAYS)
         busy = tokens + requests > 0
         _require((plan.flat > 0) | ~busy, "prefix", "leaves no token to compute in this step")
         one, flat = np.ones_like(tokens), np.where(busy, plan.flat, 1)
         rows = np.broadcast_to(plan.logits_rows, flat.shape)
-        shared = self._context.price_shared(Points.of(one, flat, plan.cached, flat, imbalance), rows, operators)
+        shared = self.context_phase.price_shared(Points.of(one, flat, plan.cached, flat, imbalance), rows, operators)
         fresh, cached = np.where(tokens > 0, isl - prefix, 1), np.where(tokens > 0, prefix, 0)
         context = StepResult.zero(len(tokens), operators)
         for prompts, weight in plan.prompts:
             at = Points.of(np.maximum(prompts, 1), fresh, cached, None, imbalance)
-            context += blanked(self._context.price_attention(at, operators).scaled(weight), weight == 0)
+            context += blanked(self.context_phase.price_attention(at, operators).scaled(weight), weight == 0)
         at = Points.of(np.maximum(plan.decodes, 1), plan.length, 0, None, gen_imbalance)
-        decode = blanked(self._generation.price_attention(at.with_(x=at.batch), operators), requests == 0)
+        decode = blanked(self.generation_phase.price_attention(at.with_(x=at.batch), operators), requests == 0)
         return blanked(shared, ~busy), context, decode
-
-    def _mixed_plan(self, tokens: Any, requests: Any, isl: Any, osl: Any, prefix: Any, of: Rounding) -> MixedPlan:
-        """What the passes of a mixed step run, for arrays and for numbers.
-
-        The reference prices context attention for whole prompts, rounded up, over the number of chunks; otherwise a
-        fraction of a prompt costs that fraction of what the next whole prompt adds. It subtracts the cached prefix for
-        whole prompts only, and gives the vocabulary projection one row.
-        """
-        decodes, prompts = requests * (self.nextn + 1), tokens / isl
-        lower, upper = of.floor(prompts), of.ceil(prompts)
-        cached = prefix * lower if self.profile[MIXED_PREFIX_PER_PROMPT] else of.floor(prefix * prompts)
-        rows = 1 if self.profile[MIXED_LOGITS_ROWS] else of.maximum(upper + decodes, 1)
-        if self.profile[MIXED_WHOLE_PROMPTS]:
-            chunks = of.maximum(of.ceil(isl / of.maximum(tokens, 1)), 1)
-            attention: tuple[tuple[Any, Any], ...] = ((upper, (tokens > 0) / chunks),)
-        else:
-            part = prompts - lower
-            attention = ((upper, part), (lower, (lower > 0) * (1 - part)))
-        return MixedPlan(tokens + decodes - cached, cached, rows, attention, decodes, isl + osl // 2 + 1)
 
     def observed(self, work: RankWork, *, operators: bool = False) -> StepResult:
         """The pass of each rank as telemetry counts it (spec/04 11.4, spec/06 1.8). No factor of nextn: the counts are
@@ -282,24 +248,24 @@ class StepModel:
         prompts = np.maximum(work.prefill_requests, 1)
         fresh = work.prefill_tokens // prompts
         at = Points.of(prompts, fresh, work.prefill_kv_tokens // prompts, prompts * fresh)
-        return self._context.price(at, prompts, operators)
+        return self.context_phase.price(at, prompts, operators)
 
     def _observed_decode(self, work: RankWork, operators: bool) -> StepResult:
         decodes = np.maximum(work.decode_requests, 1)
         at = Points.of(decodes, work.decode_kv_tokens // decodes, 0, decodes)
-        return self._generation.price(at, decodes, operators)
+        return self.generation_phase.price(at, decodes, operators)
 
     def _observed_mixed(self, work: RankWork, operators: bool) -> StepResult:
         prompts, decodes = np.maximum(work.prefill_requests, 1), np.maximum(work.decode_requests, 1)
         flat = work.prefill_tokens + work.decode_requests
         rows = np.ones_like(flat) if self.profile[MIXED_LOGITS_ROWS] else prompts + decodes
-        shared = self._context.price_shared(Points.of(1, flat, work.prefill_kv_tokens, flat), rows, operators)
+        shared = self.context_phase.price_shared(Points.of(1, flat, work.prefill_kv_tokens, flat), rows, operators)
         fresh = np.maximum(work.prefill_tokens // prompts, 1)
         cached = work.prefill_kv_tokens // prompts
         at = Points.of(np.ceil(work.prefill_tokens / fresh), fresh, cached, work.prefill_tokens)
-        context = self._context.price_attention(at, operators)
+        context = self.context_phase.price_attention(at, operators)
         at = Points.of(decodes, np.maximum(work.decode_kv_tokens // decodes, 1), 0, decodes)
-        return shared + context + self._generation.price_attention(at, operators)
+        return shared + context + self.generation_phase.price_attention(at, operators)
 
 
 def _counts(**fields: Any) -> list[F64]:

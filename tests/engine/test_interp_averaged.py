@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from perfcast_engine.interp import averaged as module
-from perfcast_engine.interp.averaged import Averaged
-from perfcast_engine.interp.plane import Plane
+from perfcast_surface import averaged as module
+from perfcast_surface.averaged import Averaged
+from perfcast_surface.plane import Plane
 
 BATCH = np.repeat([1, 4], 3)
 LENGTH = np.array([1, 1000, 4000, 1, 1000, 2000])  # the larger batch was measured less far

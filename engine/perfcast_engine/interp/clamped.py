@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from perfcast_surface.plane import Axis, Plane
 
 from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Coords, Grid, Ints, Level
-from perfcast_engine.interp.plane import Axis, Plane
 
 
 @dataclass(frozen=True, eq=False)

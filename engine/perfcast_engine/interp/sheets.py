@@ -7,10 +7,10 @@ from math import nan
 from typing import NamedTuple
 
 import numpy as np
+from perfcast_surface.plane import Plane
 
 from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Coords, Grid, Sol
-from perfcast_engine.interp.plane import Plane
 
 
 class Resolved(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from perfcast_surface.terms import Blend
 
 from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Coords, Grid, Sol
@@ -67,6 +68,11 @@ class Surface:
                 self._sheets.clear()
             found = self._sheets[lead] = Sheets.of(self.grid, self.sqrt_axis, *lead)
         return found
+
+    def blend(self, *lead: float) -> Blend | None:
+        """The planes at one outer coordinate, for a surface that leaves this process; None where there are none."""
+        parts = self.sheets(*lead).parts
+        return Blend(tuple((weight, sheet.ms) for weight, sheet in parts)) if parts else None
 
     def _split(self, query: tuple[Any, ...]) -> tuple[tuple[float, ...], tuple[Any, ...]]:
         """The leading number, if sheets are made for one, and what is left."""

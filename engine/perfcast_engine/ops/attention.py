@@ -7,10 +7,11 @@ from math import ceil, nan
 from typing import ClassVar
 
 import numpy as np
+from perfcast_surface.averaged import Averaged
+from perfcast_surface.terms import SAMPLES, Causal, DecodeMean, Term, decode_lengths
 
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Miss, Points, Source, choose, total
-from perfcast_engine.interp.averaged import Averaged
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.ops.attention_kernels import Kernels, head_dim_ratio
 from perfcast_engine.ops.attention_roofline import ContextRoofline, GenerationRoofline, causal_share
@@ -18,8 +19,6 @@ from perfcast_engine.ops.base import Op, Quick, Reads, Role, Split, by_mode, est
 from perfcast_engine.tables.database import Database, Mode
 
 EXTRA_OVERHEAD = 1.1  # on the memory-bound steps around the kernel
-SAMPLES = 5  # decode lengths averaged around the asked one
-SHORTEST, LONGEST = 0.9, 1.1  # of the asked length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +140,12 @@ class ContextAttention(Op):
 
         return whole if cp == 1 else halves
 
+    def term(self, db: Database) -> Term | None:
+        if not db.mode.shared:
+            return None
+        blend = self._kernels(db).measured(db).blend(float(self.heads))
+        return None if blend is None else Causal(blend, self.scale, self._extra_ms(db), self.cp)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationAttention(Op):
@@ -214,12 +219,12 @@ class GenerationAttention(Op):
 
         def build() -> Averaged | None:
             sheets = surface.sheets(float(self.heads)).parts
-            return Averaged(sheets[0][1].ms, _samples) if sheets and sheets[0][1].power is None else None
+            return Averaged(sheets[0][1].ms, decode_lengths) if sheets and sheets[0][1].power is None else None
 
         return db.kept(("decode", surface, self.heads), build)
 
     def _sampled(self, surface: Surface, at: Points) -> Answer:
-        lengths = _samples(at.s)
+        lengths = decode_lengths(at.s)
         query = float(self.heads), np.tile(at.batch, SAMPLES), lengths.ravel()
         each = measured(surface, query, self.name, ("num_heads", "batch_size", "seq"))
         return _mean(each, len(at))
@@ -234,19 +239,18 @@ class GenerationAttention(Op):
         def ms(batch: float, s: float, prefix: float) -> float:
             mean = nan if table is None else table.one(batch, s)
             if mean != mean:
-                lengths = _samples(np.array([float(s)])).ravel()
+                lengths = decode_lengths(np.array([float(s)])).ravel()
                 each = surface.at(heads, np.full(SAMPLES, float(batch)), lengths).ms
                 mean = float(each.sum() / SAMPLES)
             return mean * scale
 
         return ms
 
-
-def _samples(s: F64) -> F64:
-    """The cache lengths (SAMPLES, N) that a decode length is averaged over."""
-    low = np.maximum(np.trunc(s * SHORTEST), 1.0)
-    high = np.maximum(np.trunc(s * LONGEST), low)
-    return low + np.floor((high - low) * np.arange(SAMPLES)[:, None] / (SAMPLES - 1))
+    def term(self, db: Database) -> Term | None:
+        if not db.mode.shared:
+            return None
+        blend = self._kernels(db).measured(db).blend(float(self.heads))
+        return None if blend is None or len(blend.parts) > 1 else DecodeMean(blend.parts[0][1], self.scale)
 
 
 def _mean(each: Answer, n: int) -> Answer:

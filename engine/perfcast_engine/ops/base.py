@@ -9,6 +9,7 @@ from enum import Enum
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+from perfcast_surface.terms import Term
 
 from perfcast_engine.answer import F64, Answer, Mask, Points, Source, Tier, or_else
 from perfcast_engine.errors import EmpiricalBasisMissing, EngineError, InvalidField, PerfDataMissing, SolNotDefined
@@ -84,6 +85,11 @@ class Op(ABC):
     def quick(self, db: Database) -> Quick | None:
         """For one point at a time, without arrays: ms of all instances by (batch, s, prefix) at no imbalance, NaN where
         ``evaluate`` has to be asked, as for what misses. None where the kind or the mode offers no such short cut."""
+        return None
+
+    def term(self, db: Database) -> Term | None:
+        """All instances as a summand of a surface that leaves this process, right inside of the measurements. None
+        where the kind or the mode has no such form."""
         return None
 
     def quick_source(self, db: Database) -> Source:

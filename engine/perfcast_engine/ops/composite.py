@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from perfcast_surface.terms import Term
 
 from perfcast_engine.answer import Answer, Points, Source, or_else
 from perfcast_engine.errors import PerfDataMissing
@@ -63,6 +64,14 @@ class Fallback(Op):
         except PerfDataMissing:
             return None
         return quick if quick is None or scale == 1.0 else lambda batch, s, prefix: quick(batch, s, prefix) * scale
+
+    def term(self, db: Database) -> Term | None:
+        """The measured whole; none where it is repeated, or estimated."""
+        whole = db.in_mode(Mode.SILICON) if db.mode is Mode.HYBRID else db
+        try:
+            return self.primary.term(whole) if self.scale == 1.0 else None
+        except PerfDataMissing:
+            return None
 
 
 def _sum(ops: Iterable[Op], db: Database, at: Points) -> Answer:

@@ -9,6 +9,7 @@ from math import ceil, nan
 from typing import ClassVar
 
 import numpy as np
+from perfcast_surface.terms import Causal, Decode, Term
 
 from perfcast_engine.answer import F64, Answer, Points, total
 from perfcast_engine.errors import EngineError
@@ -175,6 +176,10 @@ class ContextBlock(LatentBlock):
 
         return whole if cp <= 1 else halves
 
+    def term(self, db: Database) -> Term | None:
+        blend = self.surface(db).blend(float(self.heads)) if db.mode.shared else None
+        return None if blend is None else Causal(blend, self.scale, ranks=max(self.ranks, 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationBlock(LatentBlock):
@@ -188,6 +193,10 @@ class GenerationBlock(LatentBlock):
     def reader(self, read: Callable[[float, float, float], float]) -> Quick:
         heads, scale = float(self.heads), self.scale
         return lambda batch, s, prefix: read(heads, batch, s) * scale
+
+    def term(self, db: Database) -> Term | None:
+        blend = self.surface(db).blend(float(self.heads)) if db.mode.shared else None
+        return None if blend is None else Decode(blend, self.scale)
 
 
 def decode_quant(system: SystemSpec, kv_quant: str) -> QuantMode:

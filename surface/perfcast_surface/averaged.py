@@ -7,9 +7,8 @@ from math import nan
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Mask
-from perfcast_engine.interp.grid import Ints
-from perfcast_engine.interp.plane import Plane
+from perfcast_surface.arrays import F64, Ints, Mask
+from perfcast_surface.plane import Plane
 
 BLOCK = 1024  # lengths that are tabulated together
 BLOCKS = 64  # tabulated blocks that are kept

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from perfcast_engine.answer import F64
-from perfcast_engine.interp.grid import Coords, Ints, Sol
+from perfcast_surface.arrays import F64, Coords, Ints, Sol
 
 CELLS = 1 << 21  # of the largest plane that is worth its memory
 INTEGERS = 1 << 18  # knots below this are found by reading a list of all integers

@@ -1,0 +1,60 @@
+"""From an engine to the surface that can leave its process (DESIGN section 3, idea 4)."""
+
+from __future__ import annotations
+
+import numpy as np
+from perfcast_surface.surface import PhaseSurface, StepSurface
+from perfcast_surface.terms import Term
+
+from perfcast_engine.answer import F64
+from perfcast_engine.errors import EngineError, UnsupportedCombination
+from perfcast_engine.ops.base import Op
+from perfcast_engine.phase import Phase
+from perfcast_engine.step import StepModel
+from perfcast_engine.token_table import CountTable
+
+DEFAULT_PASS_TOKENS = 1 << 15
+MAX_PASS_TOKENS = 1 << 18
+REQUESTS = 1 << 12  # rows of the tables over requests
+
+
+def compile_surface(steps: StepModel, max_pass_tokens: int = DEFAULT_PASS_TOKENS) -> StepSurface:
+    """The surface of ``steps`` for passes of up to ``max_pass_tokens`` tokens.
+
+    Raises UnsupportedCombination where an operator that reads the sequence has no form outside of this process.
+    """
+    size = min(max(max_pass_tokens, 1), MAX_PASS_TOKENS)
+    return StepSurface(
+        _phase(steps.context_phase, size), _phase(steps.generation_phase, min(size, REQUESTS)), steps.rules
+    )
+
+
+def _phase(phase: Phase, tokens: int) -> PhaseSurface:
+    return PhaseSurface(
+        _counted(phase.tokens, tokens),
+        _counted(phase.logits, REQUESTS),
+        _counted(phase.requests, REQUESTS),
+        tuple(_term(op, phase) for op in phase.attention),
+        tuple(_term(op, phase) for op in phase.others),
+    )
+
+
+def _counted(table: CountTable, last: int) -> F64:
+    """Sums at 0 to ``last``; empty where no operator depends on the count."""
+    return table(np.arange(last + 1, dtype=np.float64)).ms if table.ops else np.zeros(0)
+
+
+def _term(op: Op, phase: Phase) -> Term:
+    try:
+        term = op.term(phase.db)
+    except EngineError:
+        term = None
+    if term is None:
+        raise UnsupportedCombination(
+            "engine",
+            f"{op.name} has no surface on {phase.db.system.name} with {phase.db.backend} in mode {phase.db.mode}; "
+            "ask PredictSteps",
+            why="surface",
+            op=op.name,
+        )
+    return term

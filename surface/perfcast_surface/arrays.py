@@ -1,0 +1,14 @@
+"""Array types that the surface is written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+Coords = tuple[F64, ...]
+Sol = Callable[..., F64]  # a roofline: one array per axis -> ms
