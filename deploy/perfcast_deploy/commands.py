@@ -8,7 +8,6 @@ from typing import Any
 
 from perfcast_engine.errors import UnsupportedCombination
 
-from perfcast_deploy import dynamo
 from perfcast_deploy.catalog import backend_facts, version_key
 from perfcast_deploy.deployment import Deployment
 from perfcast_deploy.emit import render, yaml_text
@@ -48,11 +47,16 @@ def files(d: Deployment, plan: Plan) -> dict[str, str]:
             peers = hosts[number : number + placed.worker.nodes]
             commands += _command(d, plan, placed, leader, worker_number, peers, host)
         commands += [front] if front and number == 0 else []
-        about = {"host": host, "backend": plan.backend, "version": plan.version, "gpus_per_node": plan.gpus_per_node}
-        written[f"run_{number}.sh"] = render("run.sh.j2", commands=commands, **about)
+        written[f"run_{number}.sh"] = run_script(plan, host, commands)
     if plan.backend == "trtllm":
         written |= {f"{worker.role}_config.yaml": yaml_text(worker.engine) for worker in plan.workers}
     return written
+
+
+def run_script(plan: Plan, host: str, commands: Sequence[Command]) -> str:
+    """The script that starts the processes of one node."""
+    about = {"host": host, "backend": plan.backend, "version": plan.version, "gpus_per_node": plan.gpus_per_node}
+    return render("run.sh.j2", commands=commands, **about)
 
 
 def hosts_of(d: Deployment, count: int) -> tuple[str, ...]:
@@ -183,26 +187,3 @@ def _front(
     for url in urls["decode"]:
         words += ["--decode", f"http://{url}"]
     return Command(words, "front"), {}
-
-
-def reference_scripts(plan: Plan) -> dict[str, str]:
-    """The reference's node plan: Dynamo workers by node, a frontend on the first node (vLLM: on every node)."""
-    written = {}
-    for number, node in enumerate(place(plan, spread=False)):
-        commands = []
-        if number == 0 or plan.backend == "vllm":
-            words = ["python3", "-m", "dynamo.frontend", "--http-port", str(plan.port), *plan.frontend_args]
-            commands.append(Command(words, "frontend"))
-        for placed in node:
-            gpus = range(placed.first_gpu, placed.first_gpu + placed.worker.gpus)
-            env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} | dict(placed.worker.env)
-            words = ["python3", "-m", backend_facts(plan.backend)["module"], *dynamo.worker_words(plan, placed.worker)]
-            commands.append(Command(words, f"{placed.worker.role}_{placed.index}", env))
-        about = {
-            "host": "0.0.0.0",
-            "backend": plan.backend,
-            "version": plan.version,
-            "gpus_per_node": plan.gpus_per_node,
-        }
-        written[f"run_{number}.sh"] = render("run.sh.j2", commands=commands, **about)
-    return written

@@ -176,15 +176,15 @@ def read_argv(backend: str, words: Sequence[str]) -> tuple[dict[str, Any], list[
             values = [inline] if inline else []
             while rest and not rest[0].startswith("--"):
                 values.append(rest.pop(0))
-            flags[flag] = [_typed(flag, "int", value) for value in values]
+            flags[flag] = [typed(flag, "int", value) for value in values]
         else:
             if "=" not in word and not rest:
                 raise InvalidField(f"--{name}", "needs a value", "value")
-            flags[flag] = _typed(flag, kind, inline if "=" in word else rest.pop(0))
+            flags[flag] = typed(flag, kind, inline if "=" in word else rest.pop(0))
     return flags, positional
 
 
-def _typed(flag: str, kind: str, text: str) -> Any:
+def typed(flag: str, kind: str, text: str) -> Any:
     try:
         readers: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "json": json.loads}
         return readers.get(kind, str)(text)

@@ -5,7 +5,7 @@ Specification 08 section 7.7.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,67 +41,48 @@ def files(plan: Plan) -> dict[str, str]:
         named = replace(plan, name=f"{plan.name}-{worker.role}")
         written |= {
             f"{folder}{name}": text
-            for name, text in _files(named, worker, ["--benchmark-mode", worker.role], "lws").items()
+            for name, text in role_files(named, worker, ["--benchmark-mode", worker.role], "lws").items()
         }
     return written
 
 
-def reference_files(plan: Plan, request: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, str]:
-    """The reference's collection files, after its checks."""
-    k8s, dyn = overrides.get("K8sConfig") or {}, overrides.get("DynConfig") or {}
-    refuse(plan)
-    if plan.mode != "agg":
-        raise UnsupportedCombination("serving_mode", "FPM collection is aggregated")
-    if dyn.get("enable_router") or dyn.get("planner_config") or plan.workers[0].count != 1:
-        raise UnsupportedCombination("DynConfig", "FPM collection runs one worker without router and planner")
-    extra = ((overrides.get("Workers") or {}).get("agg") or {}).get("extra_cli_args")
-    if any("valueFrom" in item for item in k8s.get("extra_env") or ()):
-        raise InvalidField("K8sConfig.extra_env", "valueFrom cannot be exported to a script", "env")
-    return _files(plan, plan.workers[0], _checked(plan.workers[0], extra), k8s.get("fpm_orchestrator") or "lws")
-
-
-def _checked(worker: Worker, extra: Any) -> list[str]:
-    field = "Workers.agg.extra_cli_args"
-    if not isinstance(extra, list) or not all(isinstance(word, str) for word in extra):
-        raise InvalidField(field, "must be a list of words", "type")
-    given = {word.lstrip("-").partition("=")[0].replace("_", "-") for word in extra if word.startswith("--")}
-    owned = sorted(given & set(OWNED))
-    if owned:
-        raise InvalidField(field, f"--{owned[0]} is set by the collection script; leave it out", "owned")
-    flags, _ = flag_table.read_argv("vllm", extra)
-    if flags.get("benchmark-mode") not in MODES:
-        raise InvalidField(field, f"needs --benchmark-mode, one of {', '.join(MODES)}", "mode")
-    merged = dict(worker.flags) | flags
-    sizes = [int(merged.get(f"{name}-parallel-size", 1)) for name in ("tensor", "pipeline", "data")]
-    if sizes[0] * sizes[1] * sizes[2] != worker.gpus:
-        raise InvalidField(field, f"parallel sizes {sizes} do not fill the worker's {worker.gpus} GPUs", "topology")
-    return extra
-
-
-def _files(plan: Plan, worker: Worker, extra: Sequence[str], orchestrator: str) -> dict[str, str]:
+def role_files(plan: Plan, worker: Worker, extra: Sequence[str], orchestrator: str) -> dict[str, str]:
+    """Manifest, environment and script that collect one worker."""
     if orchestrator not in ("lws", "grove"):
         raise InvalidField("K8sConfig.fpm_orchestrator", f"{orchestrator!r} is neither lws nor grove", "choice")
     if worker.gpus % worker.nodes:
         raise InvalidField("roles", f"{worker.gpus} GPUs do not divide over {worker.nodes} nodes", "nodes")
     if worker.nodes > 1 and len(plan.name) > 50:
         raise InvalidField("cluster.name", "is longer than 50 characters on several nodes", "name")
+    data, given = worker.parallel[2], flag_table.read_argv("vllm", extra)[0]
+    output = str(given.get("benchmark-output-path", OUTPUT))
+    name = output.rpartition("/")[2]
+    if not (name.startswith("benchmark") and name.endswith(".json")):
+        raise InvalidField(
+            "benchmark-output-path", f"{output} is not named benchmark*.json, which collectors look for", "name"
+        )
+    if data > 1 and data % worker.nodes:
+        raise InvalidField("roles", f"{data} data-parallel ranks do not divide over {worker.nodes} nodes", "nodes")
     domain = plan.compute_domain and "NCCL_MNNVL_ENABLE" in worker.env
     flags = {"model": plan.model, "served-model-name": plan.served_name} | dict(worker.flags)
+    if data > 1:
+        flags["data-parallel-backend"] = "mp"
     if worker.nodes > 1 and not domain:
         fusion = {"pass_config": {"fuse_allreduce_rms": False}}
         flags["compilation-config"] = flags.get("compilation-config", {}) | fusion
     node = "__FPM_NODE_RANK__" if worker.nodes > 1 else "0"
-    own = {"dump-config-to": f"/results/resolved-config-node{node}.json", "benchmark-output-path": OUTPUT}
+    own = {"dump-config-to": f"/results/resolved-config-node{node}.json", "benchmark-output-path": output}
+    own = {name: value for name, value in own.items() if name not in given}
     command = ["python3", "-m", backend_facts("vllm")["module"], *flag_table.argv(flags), *extra, *flag_table.argv(own)]
-    data = worker.parallel[2]
-    mode = extra[extra.index("--benchmark-mode") + 1] if "--benchmark-mode" in extra else "agg"
+    limit = given.get("benchmark-timeout")
+    wait = 7800 if limit is None else flag_table.typed("benchmark-timeout", "int", limit) + 600
     exports = {
         "FPM_NODE_COUNT": worker.nodes,
         "FPM_DATA_PARALLEL_SIZE": data,
         "FPM_LOCAL_DATA_PARALLEL_SIZE": max(data // worker.nodes, 1),
-        "FPM_BENCHMARK_MODE": mode,
-        "FPM_BENCHMARK_OUTPUT_PATH": OUTPUT,
-        "FPM_WAIT_TIMEOUT_SECONDS": 7800,
+        "FPM_BENCHMARK_MODE": given["benchmark-mode"],
+        "FPM_BENCHMARK_OUTPUT_PATH": output,
+        "FPM_WAIT_TIMEOUT_SECONDS": wait,
         "FPM_RESULT_SCHEMA_VERSION": 2,
     }
     documents = ([compute_domain(plan)] if domain else []) + [_resource(plan, worker, orchestrator, domain)]
@@ -111,7 +92,7 @@ def _files(plan: Plan, worker: Worker, extra: Sequence[str], orchestrator: str) 
         "run.sh": render(
             "fpm_run.sh.j2",
             env=({"HF_HOME": plan.pvc[1]} if plan.pvc else {}) | dict(worker.env),
-            output=OUTPUT,
+            output=output,
             command=command,
         ),
     }

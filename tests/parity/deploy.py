@@ -21,9 +21,9 @@ ROLES = {"": "agg", "prefill": "prefill", "decode": "decode"}
 def evaluate(case: dict[str, Any]) -> dict[str, Any]:
     if case["kind"] == "input":
         return _front_door(case["what"])
-    request = {key: value for key, value in case.items() if key != "expect"}
-    files = reference.render(request)
-    answer: dict[str, Any] = {"files": sorted(files), "template_version": reference.version_of(request)[1]}
+    request = reference.Request({key: value for key, value in case.items() if key != "expect"})
+    files = reference.render(request.case)
+    answer: dict[str, Any] = {"files": sorted(files), "template_version": request.version}
     if case["target"] == "fpm":
         return answer | {"fpm": _fpm(files)}
     plan = reference.plan_of(request)
@@ -56,7 +56,7 @@ def _front_door(what: str) -> dict[str, Any]:
         "nothing": None,
         "no file": Path("/nonexistent/generator.yaml"),
     }
-    return reference.load_request(sources.get(what, {"ServiceConfig": service}))
+    return reference.load(sources.get(what, {"ServiceConfig": service}))
 
 
 def _value(text: str) -> Any:
