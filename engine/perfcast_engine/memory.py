@@ -202,6 +202,23 @@ class MemoryModel:
         out, over = self.verdict(self.footprint(batch, isl, osl, num_tokens=batch), self.kv_fraction(fraction))
         return int(np.count_nonzero(~(out | over)))
 
+    def most_resident(self, isl: int, osl: int) -> int:
+        """The most sequences per rank whose prompts, run at once, and KV cache fit the memory; 0 if none does."""
+
+        def fits(batch: F64) -> Mask:
+            return self.footprint(batch, isl, osl).total < self.capacity
+
+        most = 1.0
+        while most < 2**32 and fits(np.array([most]))[0]:
+            most *= 2
+        low, high = most // 2, most
+        while high - low > 1:
+            middle = np.unique(np.linspace(low, high, 64).round()[1:-1])
+            held = int(np.count_nonzero(fits(middle)))
+            low = middle[held - 1] if held else low
+            high = middle[held] if held < len(middle) else high
+        return int(low)
+
     def kv_capacity(
         self,
         max_num_tokens: int,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from perfcast_engine.planner.capacity import CapacityRequest, Objective
-from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, RankQueue
+from perfcast_engine.planner.engine_work import EngineLimits, EngineRole
 
 U32 = 2**32 - 1
 Rank = tuple[int, int, int, int]  # prefill requests, prefill tokens, decode requests, decode KV tokens
@@ -102,11 +102,11 @@ def _better(request: CapacityRequest, values: dict, best: dict) -> bool:
     return values[name] < best[name]
 
 
-def drain(tau: Tau, role: EngineRole, limits: EngineLimits, ranks: list[RankQueue]) -> float | None:
+def drain(tau: Tau, role: EngineRole, limits: EngineLimits, ranks: list[dict[str, int]]) -> float | None:
     if role is EngineRole.DECODE:
         return None
     m = limits.max_num_batched_tokens
-    plans = [divmod(rank.queued_prefill_tokens, m) for rank in ranks]
+    plans = [divmod(rank["queued_prefill_tokens"], m) for rank in ranks]
     if not any(f or t for f, t in plans):
         return 0.0
     edges = sorted({0} | {f for f, _ in plans if f} | {f + 1 for f, t in plans if t})
@@ -115,7 +115,7 @@ def drain(tau: Tau, role: EngineRole, limits: EngineLimits, ranks: list[RankQueu
         rows = []
         for (f, t), rank in zip(plans, ranks, strict=True):
             tokens = m if start < f else t if start == f else 0
-            decodes = (rank.decode_requests, rank.decode_kv_tokens) if role is EngineRole.AGGREGATED else (0, 0)
-            rows.append((max(1, rank.queued_prefill_requests) if tokens else 0, tokens, *decodes))
+            decodes = (rank["decode_requests"], rank["decode_kv_tokens"]) if role is EngineRole.AGGREGATED else (0, 0)
+            rows.append((max(1, rank["queued_prefill_requests"]) if tokens else 0, tokens, *decodes))
         total += (end - start) * tau(rows)
     return total

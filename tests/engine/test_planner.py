@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.planner.capacity import CapacityRequest, Objective, OnInfeasible, capacity
-from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, RankQueue
-from perfcast_engine.planner.queries import decode_itl_s, queue_drain_s
+from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, RankLoads
+from perfcast_engine.planner.pass_model import LearningOptions, PassModel, Priced
+from perfcast_engine.planner.queries import Outlook, Scenario, outlooks
 from perfcast_engine.step import RankWork
 
 from tests.engine import naive_planner
@@ -20,16 +21,18 @@ from tests.engine import naive_planner
 class SawTooth:
     """A synthetic, non-monotone pass-time function with the interface of a PassModel."""
 
+    options, is_cold = LearningOptions(), False
+
     def rank_ms(self, prompts, tokens, decodes, kv):
         busy = (tokens > 0) | (decodes > 0)
         tooth = 1 + 0.3 * ((tokens // 256 + decodes // 7) % 3)
         return busy * tooth * (2.0 + 0.031 * tokens + 0.6 * prompts + 0.05 * decodes + 1.7e-5 * kv)
 
-    def estimate_work(self, work: RankWork, owner: np.ndarray, count: int) -> np.ndarray:
+    def price(self, work: RankWork, owner: np.ndarray, count: int) -> Priced:
         ms = np.zeros(count)
         parts = (work.prefill_requests, work.prefill_tokens, work.decode_requests, work.decode_kv_tokens)
         np.maximum.at(ms, owner, self.rank_ms(*parts))
-        return ms
+        return Priced(ms, {})
 
     def tau(self, rows):
         return max(float(self.rank_ms(*map(np.float64, row))) for row in rows) / 1000
@@ -87,24 +90,42 @@ def test_capacity_equals_its_scalar_transcription_on_2000_random_inputs():
     assert answered > 800
 
 
-def test_drain_equals_its_scalar_transcription_on_2000_random_inputs():
+def random_ranks(rng: random.Random, count: int) -> list[dict[str, int]]:
+    ranks = []
+    for _ in range(count):
+        decodes = rng.randrange(40)
+        ranks.append(
+            {
+                "queued_prefill_requests": rng.randrange(4),
+                "queued_prefill_tokens": rng.choice([0, 0, rng.randrange(60000)]),
+                "decode_requests": decodes,
+                "decode_kv_tokens": decodes * rng.randrange(5000),
+            }
+        )
+    return ranks
+
+
+def loads_of(engines: list[list[dict[str, int]]]) -> RankLoads:
+    names = engines[0][0]
+    columns = {name: [[rank[name] for rank in ranks] for ranks in engines] for name in names}
+    return RankLoads.of(len(engines), len(engines[0]), **columns)
+
+
+def test_drain_equals_its_scalar_transcription_on_2000_random_engines():
     rng = random.Random(7)
-    for _ in range(2000):
+    for _ in range(40):
         role, limits = rng.choice(list(EngineRole)), random_limits(rng)
-        ranks = [
-            RankQueue(
-                queued_prefill_requests=rng.randrange(4),
-                queued_prefill_tokens=rng.choice([0, 0, rng.randrange(60000)]),
-                decode_requests=(decodes := rng.randrange(40)),
-                decode_kv_tokens=decodes * rng.randrange(5000),
-            )
-            for _ in range(limits.attention_dp)
-        ]
-        wanted = naive_planner.drain(MODEL.tau, role, limits, ranks)
-        got = queue_drain_s(MODEL, role, limits, ranks)
-        assert (got is None) == (wanted is None)
-        if wanted is not None:
-            assert got == pytest.approx(wanted, rel=1e-12)
+        engines = [random_ranks(rng, limits.attention_dp) for _ in range(50)]
+        (told,) = outlooks(MODEL, role, limits, loads_of(engines))
+        assert (told.drain_s is None) == (role is EngineRole.DECODE)
+        if told.drain_s is not None:
+            wanted = [naive_planner.drain(MODEL.tau, role, limits, ranks) for ranks in engines]
+            assert told.drain_s.tolist() == pytest.approx(wanted, rel=1e-12)
+
+
+def outlook(role: EngineRole, limits: EngineLimits, scenario: Scenario = Scenario(), usual=(0, 0), **ranks) -> Outlook:  # noqa: B008
+    (told,) = outlooks(MODEL, role, limits, RankLoads.of(1, limits.attention_dp, **ranks), [scenario], *usual)
+    return told
 
 
 def test_infeasible_targets_give_the_closest_candidate_and_name_what_it_violates():
@@ -131,22 +152,59 @@ def test_lone_decode_on_many_ranks_has_capacity_unless_kv_is_split_as_the_refere
 
 
 def test_decode_itl_adds_the_usual_prefill_only_where_none_is_scheduled():
-    limits = EngineLimits()
-    ranks = [RankQueue(decode_requests=10, decode_kv_tokens=10_000)]
-    alone = decode_itl_s(MODEL, EngineRole.DECODE, limits, ranks, (512.0, 0.5))
-    assert alone == pytest.approx(MODEL.tau([(0, 0, 10, 10_000)]))
-    beside = decode_itl_s(MODEL, EngineRole.AGGREGATED, limits, ranks, (511.2, 0.5))
-    assert beside == pytest.approx(MODEL.tau([(1, 512, 10, 10_000)]))
-    scheduled = [replace(ranks[0], prefill_requests=2, prefill_tokens=64)]
-    assert decode_itl_s(MODEL, EngineRole.AGGREGATED, limits, scheduled, (512.0, 1.0)) == pytest.approx(
-        MODEL.tau([(2, 64, 10, 10_000)])
+    decoding = {"decode_requests": 10, "decode_kv_tokens": 10_000}
+    alone = outlook(EngineRole.DECODE, EngineLimits(), usual=(512.0, 0.5), **decoding)
+    assert alone.itl_s == pytest.approx(MODEL.tau([(0, 0, 10, 10_000)]))
+    beside = outlook(EngineRole.AGGREGATED, EngineLimits(), usual=(511.2, 0.5), **decoding)
+    assert beside.itl_s == pytest.approx(MODEL.tau([(1, 512, 10, 10_000)]))
+    scheduled = {"prefill_requests": 2, "prefill_tokens": 64, **decoding}
+    own = outlook(EngineRole.AGGREGATED, EngineLimits(), usual=(512.0, 1.0), **scheduled)
+    assert own.itl_s == pytest.approx(MODEL.tau([(2, 64, 10, 10_000)]))
+    average = outlook(
+        EngineRole.AGGREGATED, EngineLimits(), Scenario(itl_with_scheduled_prefill=False), (512.0, 1.0), **scheduled
     )
+    assert average.itl_s == pytest.approx(MODEL.tau([(1, 512, 10, 10_000)]))
 
 
-@pytest.mark.parametrize("ranks", [[], [RankQueue(), RankQueue()]])
-def test_a_wrong_number_of_ranks_is_refused(ranks):
-    with pytest.raises(InvalidField, match="attention-DP ranks"):
-        queue_drain_s(MODEL, EngineRole.PREFILL, EngineLimits(), ranks)
+def test_scenarios_scale_discount_and_append_before_they_round_up():
+    ranks = {
+        "queued_prefill_requests": [[1, 0]],
+        "queued_prefill_tokens": [[1001, 0]],
+        "queued_decode_requests": [[2, 0]],
+        "queued_decode_kv_tokens": [[300, 0]],
+        "decode_requests": [[3, 5]],
+        "decode_kv_tokens": [[900, 2500]],
+    }
+    limits = EngineLimits(attention_dp=2)
+    scenario = Scenario(
+        queue_scale=1.5, kv_hit_rate=0.5, next_prompt_tokens=100.0, drain_beside_queued_decodes=True,
+        decode_scale=2.0, itl_with_queued_decodes=True, itl_with_queued_prompts=True, next_decode_kv_tokens=50.5,
+    )  # fmt: skip
+    told = outlook(EngineRole.AGGREGATED, limits, scenario, **ranks)
+    # (1001 * 1.5 + 100) / 2 = 800.75 tokens of 2.5 requests beside (3 + 2) * 2 decodes; the other rank has the next one
+    assert told.drain_s == pytest.approx(MODEL.tau([(3, 801, 10, 2400), (1, 50, 10, 5000)]))
+    assert told.itl_s == pytest.approx(MODEL.tau([(0, 0, 13, 4453), (0, 0, 11, 5051)]))
+
+
+def test_scenarios_of_many_engines_are_what_each_is_alone():
+    rng = random.Random(3)
+    limits = EngineLimits(2048, attention_dp=4)
+    engines = [random_ranks(rng, 4) for _ in range(100)]
+    scenarios = [Scenario(), Scenario(queue_scale=1.25, next_prompt_tokens=700), Scenario(next_decode_kv_tokens=900)]
+    together = outlooks(MODEL, EngineRole.AGGREGATED, limits, loads_of(engines), scenarios, 300.0, 1.0)
+    for index, ranks in enumerate(engines):
+        alone = outlooks(MODEL, EngineRole.AGGREGATED, limits, loads_of([ranks]), scenarios, 300.0, 1.0)
+        for one, all_ in zip(alone, together, strict=True):
+            assert (one.drain_s[0], one.itl_s[0]) == (all_.drain_s[index], all_.itl_s[index])
+
+
+def test_idle_engines_drain_at_once_and_an_unready_model_says_so():
+    loads = RankLoads.of(3, 2)
+    (told,) = outlooks(MODEL, EngineRole.PREFILL, EngineLimits(attention_dp=2), loads)
+    assert told.drain_s.tolist() == [0, 0, 0] and told.itl_s is None
+    (told,) = outlooks(PassModel(), EngineRole.AGGREGATED, EngineLimits(), RankLoads.of(1, 1, decode_requests=2))
+    assert told.drain_s.tolist() == [0] and np.isnan(told.itl_s).all()
+    assert capacity(PassModel(), EngineRole.DECODE, EngineLimits(), CapacityRequest(isl=10, osl=10)) is None
 
 
 @pytest.mark.parametrize(
@@ -157,7 +215,11 @@ def test_a_wrong_number_of_ranks_is_refused(ranks):
         lambda: CapacityRequest(isl=-1, osl=1),
         lambda: CapacityRequest(isl=1.5, osl=1),
         lambda: CapacityRequest(isl=1, osl=1, ttft_s=math.nan),
-        lambda: RankQueue(decode_requests=-1),
+        lambda: RankLoads.of(1, 1, decode_requests=-1),
+        lambda: RankLoads.of(1, 1, decode_kv_tokens=0.5),
+        lambda: RankLoads.of(1, 1, decode_kv_tokens=math.nan),
+        lambda: Scenario(queue_scale=-1.0),
+        lambda: Scenario(next_prompt_tokens=math.inf),
     ],
 )
 def test_malformed_questions_name_their_field(build):

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
 
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import InvalidField
-from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, pass_times_s
+from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, Passes, price_passes
 from perfcast_engine.planner.pass_model import PassModel
 from perfcast_engine.planner.telemetry import MAX_COUNT
 
 MAX_CANDIDATES = 128
 MAX_KV_HIT_RATE = 0.95
+FEW_RANKS = 5
+
+
+def kv_hit_share(rate: float | None) -> float:
+    """The share of prompts that is taken to be in the cache."""
+    return min(max(rate, 0.0), MAX_KV_HIT_RATE) if rate is not None and math.isfinite(rate) else 0.0
 
 
 class Objective(Enum):
@@ -68,8 +74,7 @@ class CapacityRequest:
     @property
     def fresh_tokens(self) -> int:
         """Prompt tokens to compute a request, after cache hits."""
-        rate = self.kv_hit_rate if self.kv_hit_rate is not None and math.isfinite(self.kv_hit_rate) else 0.0
-        return max(1, math.ceil(self.isl * (1 - min(max(rate, 0.0), MAX_KV_HIT_RATE))))
+        return max(1, math.ceil(self.isl * (1 - kv_hit_share(self.kv_hit_rate))))
 
     @property
     def context_tokens(self) -> int:
@@ -77,9 +82,14 @@ class CapacityRequest:
         return max(1, min(MAX_COUNT, self.isl + self.osl // 2))
 
 
+Scan = dict[str, F64]  # batch, rps and the times that the role produces, one value a candidate
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one engine sustains at one batch. Values that the role does not produce are None."""
+    """What one engine sustains at one batch. Values that the role does not produce are None. ``held_back``: that
+    corrections would have moved it too far for the few observations behind them. ``candidates``: all that was scanned.
+    """
 
     batch_total: int
     rps: float
@@ -88,23 +98,36 @@ class Capacity:
     e2e_s: float | None
     eligible: bool
     violated: tuple[str, ...]
+    candidates: Scan = field(default_factory=dict, compare=False, repr=False)
+    held_back: bool = False
 
 
 def capacity(model: PassModel, role: EngineRole, limits: EngineLimits, request: CapacityRequest) -> Capacity | None:
     """The best batch for a request shape under its targets, by a full scan: curves are not monotone (spec/07 5.3).
 
-    None where the shape asks nothing of this role, nothing fits, or the model is not ready.
+    None where the shape asks nothing of this role, nothing fits, or the model is not ready. While corrections rest on
+    few observations, they may not move the rate by more than the model's cold-start factor.
     """
     if request.isl == 0 or (role.decodes and request.osl == 0):
         return None
     batch = _candidates(_largest_batch(role, limits, request))
-    scan = {EngineRole.PREFILL: _scan_prefill, EngineRole.DECODE: _scan_decode, EngineRole.AGGREGATED: _scan_aggregated}
     if not len(batch):
         return None
+    found = _searched(model, role, limits, request, batch)
+    bound = model.options.cold_start_factor if model.is_cold else None
+    if found is not None and bound is not None:
+        base = _searched(model.uncorrected(), role, limits, request, batch)
+        if base is not None and not base.rps / bound <= found.rps <= base.rps * bound:
+            return replace(base, held_back=True)
+    return found
+
+
+def _searched(
+    model: PassModel, role: EngineRole, limits: EngineLimits, request: CapacityRequest, batch: F64
+) -> Capacity | None:
+    scan = {EngineRole.PREFILL: _scan_prefill, EngineRole.DECODE: _scan_decode, EngineRole.AGGREGATED: _scan_aggregated}
     values = scan[role](model, limits, request, batch)
-    if values is None:
-        return None
-    return _select(request, values)
+    return None if values is None else _select(request, values)
 
 
 def _largest_batch(role: EngineRole, limits: EngineLimits, request: CapacityRequest) -> int:
@@ -124,24 +147,22 @@ def _candidates(largest: int) -> F64:
     return (1 + steps * (largest - 1) // (MAX_CANDIDATES - 1)).astype(np.float64)
 
 
-Scan = dict[str, F64]  # batch, rps and the times that the role produces, one value a candidate
-
-
 def _scan_prefill(model: PassModel, limits: EngineLimits, request: CapacityRequest, batch: F64) -> Scan | None:
     tokens = np.minimum(batch * request.fresh_tokens, MAX_COUNT)
-    times = _chunked(model, limits, request, tokens, np.zeros_like(batch), batch)
-    if np.isnan(times).any():
+    seconds = _seconds(model, [_chunked(limits, request, tokens, np.zeros_like(batch), batch)])
+    if seconds is None:
         return None
-    kept = times > 0
-    batch, times = batch[kept], times[kept]
+    kept = seconds[0] > 0
+    batch, times = batch[kept], seconds[0][kept]
     return {"batch": batch, "rps": batch / times, "ttft_s": times, "e2e_s": times}
 
 
 def _scan_decode(model: PassModel, limits: EngineLimits, request: CapacityRequest, batch: F64) -> Scan | None:
     zero = np.zeros_like(batch)
-    times = _split_times(model, limits, request, zero, zero, batch) / request.accepted
-    if np.isnan(times).any():
+    seconds = _seconds(model, [_split(limits, request, zero, zero, batch)])
+    if seconds is None:
         return None
+    times = seconds[0] / request.accepted
     kept = times > 0
     batch, times = batch[kept], times[kept]
     return {"batch": batch, "rps": batch / (request.osl * times), "itl_s": times}
@@ -155,66 +176,67 @@ def _scan_aggregated(model: PassModel, limits: EngineLimits, request: CapacityRe
     room = limits.max_num_batched_tokens - batch
     kept = (room > 0) & (share <= room)
     batch, share = batch[kept], share[kept]
-    itl = _split_times(model, limits, request, share, np.ceil(share / fresh), batch) / request.accepted
-    if np.isnan(itl).any():
-        return None
-    batch, share, itl = (values[itl > 0] for values in (batch, share, itl))
     waiting = np.minimum(share + fresh, MAX_COUNT)
-    ttft = _chunked(model, limits, request, waiting, batch, np.ceil(waiting / fresh))
-    if np.isnan(ttft).any():
+    steady = _split(limits, request, share, np.ceil(share / fresh), batch)
+    seconds = _seconds(model, [steady, _chunked(limits, request, waiting, batch, np.ceil(waiting / fresh))])
+    if seconds is None:
         return None
+    itl, ttft = seconds[0] / request.accepted, seconds[1]
+    kept = itl > 0
+    batch, itl, ttft = batch[kept], itl[kept], ttft[kept]
     e2e = ttft + itl * (request.osl - 1)
     return {"batch": batch, "rps": batch / (request.osl * itl), "ttft_s": ttft, "itl_s": itl, "e2e_s": e2e}
 
 
-def _chunked(
-    model: PassModel,
-    limits: EngineLimits,
-    request: CapacityRequest,
-    tokens: F64,
-    decodes: F64,
-    prompts: F64,
-) -> F64:
-    """Seconds to prefill ``tokens`` in passes of at most the token limit, each beside ``decodes`` decoding requests."""
+def _seconds(model: PassModel, questions: list[Passes]) -> list[F64] | None:
+    """Seconds of each candidate in each question; None where the model knows too little for some.
+
+    None as well where a rank got KV tokens without a request, which the reference's engine refuses.
+    """
+    if any(((asked.work["decode_kv_tokens"] > 0) & (asked.work["decode_requests"] == 0)).any() for asked in questions):
+        return None
+    times = [priced.raise_first() / 1000 for priced in price_passes(model, questions)]
+    return None if any(np.isnan(seconds).any() for seconds in times) else times
+
+
+def _chunked(limits: EngineLimits, request: CapacityRequest, tokens: F64, decodes: F64, prompts: F64) -> Passes:
+    """The prefill of ``tokens`` in passes of at most the token limit, each beside ``decodes`` decoding requests."""
     limit = float(limits.max_num_batched_tokens)
-    full, tail = np.floor(tokens / limit), tokens % limit
-    whole = np.zeros_like(tokens)
-    if full.any():
-        count = np.minimum(np.ceil(limit / request.fresh_tokens), prompts)
-        whole = _split_times(
-            model, limits, request, np.where(full > 0, limit, 0), count, np.where(full > 0, decodes, 0)
-        )
-    left = np.minimum(np.ceil(tail / request.fresh_tokens), prompts)
-    last = _split_times(model, limits, request, tail, left, np.where(tail > 0, decodes, 0))
-    return np.where(full > 0, full * whole, 0) + np.where(tail > 0, last, 0)
-
-
-def _split_times(
-    model: PassModel, limits: EngineLimits, request: CapacityRequest, tokens: F64, prompts: F64, decodes: F64
-) -> F64:
-    """Seconds of passes whose totals are spread over the ranks."""
-    ranks = limits.attention_dp
-    rank_tokens, rank_decodes = _spread(tokens, ranks), _spread(decodes, ranks)
-    single = (rank_tokens > 0).astype(np.float64)
-    rank_prompts = (
-        single if request.legacy_single_request else np.where(single > 0, np.maximum(_spread(prompts, ranks), 1), 0)
+    full, tail = np.divmod(tokens, limit)
+    whole, last = np.flatnonzero(full), np.flatnonzero(tail)
+    owner = np.concatenate([whole, last])
+    size = np.concatenate([np.full(len(whole), limit), tail[last]])
+    passes = _split(
+        limits, request, size, np.minimum(np.ceil(size / request.fresh_tokens), prompts[owner]), decodes[owner]
     )
-    length = request.context_tokens
-    kv = _spread(np.minimum(decodes * length, MAX_COUNT), ranks) if request.legacy_rank_split else rank_decodes * length
-    if ((kv > 0) & (rank_decodes == 0)).any():
-        return np.full(len(tokens), np.nan)  # the reference's engine refuses KV without a request: no capacity
-    return pass_times_s(
-        model,
-        prefill_tokens=rank_tokens,
-        prefill_requests=rank_prompts,
-        decode_requests=rank_decodes,
-        decode_kv_tokens=np.minimum(kv, MAX_COUNT),
-    )
+    repeats = np.concatenate([full[whole], np.ones(len(last))])
+    return replace(passes, owner=owner, repeats=repeats, engines=len(tokens))
 
 
-def _spread(total: F64, ranks: int) -> F64:
-    """(passes, ranks): the quotient everywhere and one more for the first ranks."""
-    return np.floor(total / ranks)[:, None] + (np.arange(ranks) < (total % ranks)[:, None])
+def _split(limits: EngineLimits, request: CapacityRequest, tokens: F64, prompts: F64, decodes: F64) -> Passes:
+    """Passes whose totals are spread over the ranks: the quotient everywhere, one more for the first ranks.
+
+    Of many ranks only those are laid out at which the share of some total steps down; the others repeat them.
+    """
+    ranks, length = limits.attention_dp, request.context_tokens
+    kv = np.minimum(decodes * length, MAX_COUNT)
+    at = np.broadcast_to(np.arange(float(ranks)), (len(tokens), ranks))
+    if ranks > FEW_RANKS:
+        at = np.sort(np.stack([np.zeros_like(tokens), *(total % ranks for total in (tokens, prompts, decodes, kv))], 1))
+
+    def share(total: F64) -> F64:
+        return np.floor(total / ranks)[:, None] + (at < (total % ranks)[:, None])
+
+    own_tokens, own_decodes = share(tokens), share(decodes)
+    own_prompts = np.ones_like(own_tokens) if request.legacy_single_request else np.maximum(share(prompts), 1)
+    work = {
+        "prefill_tokens": own_tokens,
+        "prefill_requests": np.where(own_tokens > 0, own_prompts, 0),
+        "decode_requests": own_decodes,
+        "decode_kv_tokens": share(kv) if request.legacy_rank_split else np.minimum(own_decodes * length, MAX_COUNT),
+    }
+    count = len(tokens)
+    return Passes(work, own_tokens.shape, np.arange(count), np.ones(count), count)
 
 
 def _select(request: CapacityRequest, scan: Scan) -> Capacity | None:
@@ -238,14 +260,20 @@ def _select(request: CapacityRequest, scan: Scan) -> Capacity | None:
         chosen = int(np.argmax(merit))
     else:
         chosen = int(np.argmin(_excess(request, scan)))
-    picked = {name: float(scan[name][chosen]) if name in scan else None for name in ("ttft_s", "itl_s", "e2e_s")}
     violated = tuple(name for name, mask in missed.items() if mask[chosen])
+
+    def value(name: str) -> float | None:
+        return float(scan[name][chosen]) if name in scan else None
+
     return Capacity(
         int(scan["batch"][chosen]),
         float(scan["rps"][chosen]),
-        **picked,
+        value("ttft_s"),
+        value("itl_s"),
+        value("e2e_s"),
         eligible=bool(eligible[chosen]),
         violated=violated,
+        candidates=scan,
     )
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import InvalidField
-from perfcast_engine.planner.pass_model import PassModel
+from perfcast_engine.planner.pass_model import PassModel, Priced
 from perfcast_engine.planner.telemetry import MAX_COUNT
 from perfcast_engine.step import RankWork
-
-COLUMNS = ("prefill_requests", "prefill_tokens", "prefill_kv_tokens", "decode_requests", "decode_kv_tokens")
 
 
 class EngineRole(Enum):
@@ -49,27 +49,73 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class RankQueue:
-    """One attention-DP rank of a live engine: what waits and what decodes."""
+class RankLoads:
+    """What the attention-DP ranks of W live engines have waiting and running: whole numbers, float64 (W, R)."""
 
-    queued_prefill_requests: int = 0
-    queued_prefill_tokens: int = 0
-    prefill_requests: int = 0
-    prefill_tokens: int = 0
-    prefill_kv_tokens: int = 0
-    decode_requests: int = 0
-    decode_kv_tokens: int = 0
+    queued_prefill_requests: F64
+    queued_prefill_tokens: F64
+    queued_decode_requests: F64
+    queued_decode_kv_tokens: F64
+    prefill_requests: F64
+    prefill_tokens: F64
+    prefill_kv_tokens: F64
+    decode_requests: F64
+    decode_kv_tokens: F64
 
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
-                raise InvalidField(name, f"must be a whole number in [0, 2^32), not {value!r}", why="fpm_count")
+    @classmethod
+    def of(cls, engines: int, ranks: int, **columns: Any) -> RankLoads:
+        """From columns that broadcast to (engines, ranks), 0 where not given; InvalidField names a bad one."""
+        told = {}
+        for name in cls.__slots__:
+            column = np.asarray(columns.pop(name, 0.0), np.float64)
+            if not ((column >= 0) & (column <= MAX_COUNT) & (column == np.floor(column))).all():
+                raise InvalidField(name, "must hold whole numbers in [0, 2^32)", why="fpm_count")
+            told[name] = np.broadcast_to(column, (engines, ranks))
+        if columns:
+            raise InvalidField(next(iter(columns)), "is no load of a rank", why="type")
+        return cls(**told)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        engines, ranks = self.decode_requests.shape
+        return engines, ranks
 
 
-def pass_times_s(model: PassModel, **columns: np.ndarray) -> F64:
-    """Seconds of passes given as (passes, ranks) columns; NaN where the model knows too little."""
-    shape = columns["prefill_tokens"].shape
-    flat = {name: np.broadcast_to(columns.get(name, np.zeros(1)), shape).astype(np.float64).ravel() for name in COLUMNS}
-    owner = np.repeat(np.arange(shape[0]), shape[1])
-    return np.maximum(model.estimate_work(RankWork(**flat), owner, shape[0]), 0) / 1000
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Hypothetical passes of several engines. ``work``: columns of RankWork, each (P, R) or broadcasting to it;
+    ``owner``: (P,) index of the engine; ``repeats``: (P,) how often it runs the pass; ``engines``: how many."""
+
+    work: dict[str, F64]
+    shape: tuple[int, int]
+    owner: np.ndarray
+    repeats: F64
+    engines: int
+
+
+def price_passes(model: PassModel, questions: Sequence[Passes]) -> list[Priced]:
+    """Milliseconds that each engine of each question spends on its passes, all of them in one evaluation.
+
+    NaN where the model knows too little; an engine that misses data has its error beside.
+    """
+    *starts, count = np.cumsum([0, *(asked.shape[0] for asked in questions)]).tolist()
+    placed = list(zip(questions, starts, strict=True))
+    columns = {name: np.concatenate([_flat(asked, name) for asked in questions]) for name in RankWork.__slots__}
+    ranks = [np.repeat(np.arange(asked.shape[0]) + start, asked.shape[1]) for asked, start in placed]
+    priced = model.price(RankWork(**columns), np.concatenate(ranks), count)
+    times = np.maximum(priced.ms, 0)
+    answers = []
+    for asked, start in placed:
+        own = slice(start, start + asked.shape[0])
+        spent = np.bincount(asked.owner, times[own] * asked.repeats, asked.engines).astype(np.float64, copy=False)
+        errors: dict[int, Any] = {}
+        for index in sorted(priced.errors):
+            if own.start <= index < own.stop:
+                errors.setdefault(int(asked.owner[index - start]), priced.errors[index])
+        answers.append(Priced(spent, errors))
+    return answers
+
+
+def _flat(asked: Passes, name: str) -> F64:
+    column = asked.work.get(name)
+    return np.zeros(asked.shape[0] * asked.shape[1]) if column is None else np.broadcast_to(column, asked.shape).ravel()

@@ -29,11 +29,12 @@ class Fit:
     bend: float = 0.0
     knot: float = 0.0
 
-    def __call__(self, features: Sequence[float]) -> float:
-        value = self.intercept + sum(slope * x for slope, x in zip(self.slopes, features, strict=True))
+    def __call__(self, features: F64) -> F64:
+        """ms of N points (N, features)."""
+        value: F64 = self.intercept + sum(slope * x for slope, x in zip(self.slopes, features.T, strict=True))
         if self.bend:
-            value += self.bend * max(features[0] - self.knot, 0.0)
-        return max(value, FLOOR_MS)
+            value = value + self.bend * np.maximum(features[:, 0] - self.knot, 0.0)
+        return np.maximum(value, FLOOR_MS)
 
 
 def fit(features: Sequence[Sequence[float]], ms: Sequence[float], min_observations: int) -> Fit | None:

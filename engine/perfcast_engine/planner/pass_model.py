@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from perfcast_engine.answer import F64
-from perfcast_engine.errors import InvalidField
+from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.planner.fit import Fit, fit
-from perfcast_engine.planner.samples import SampleStore
+from perfcast_engine.planner.samples import Features, SampleStore
 from perfcast_engine.planner.telemetry import Iteration, Kind, heaviest, observed_ms, rank_work
 from perfcast_engine.step import RankWork, StepModel
 
@@ -97,6 +98,18 @@ class Diagnostics:
     last_warning: str | None
 
 
+class Priced(NamedTuple):
+    """Times of N iterations. ms: (N,), NaN where the model knows too little or data miss; errors: those, by index."""
+
+    ms: F64
+    errors: dict[int, EngineError]
+
+    def raise_first(self) -> F64:
+        if self.errors:
+            raise self.errors[min(self.errors)]
+        return self.ms
+
+
 @dataclass(slots=True)
 class PassModel:
     """Iteration times of one engine. ``steps``: its compiled steps, None for a regression; ``warning``: why so."""
@@ -104,11 +117,11 @@ class PassModel:
     options: LearningOptions = field(default_factory=LearningOptions)
     steps: StepModel | None = None
     warning: str | None = None
-    stores: dict[Kind, SampleStore] = field(init=False)
-    fits: dict[Kind, Fit | None] = field(init=False)
+    stores: dict[Kind, SampleStore] = field(default_factory=dict)
+    _fits: dict[Kind, Fit | None] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.stores = {
+        self.stores = self.stores or {
             kind: SampleStore(
                 len(kind.value),
                 self.options.buckets_per_axis(len(kind.value)),
@@ -117,7 +130,28 @@ class PassModel:
             )
             for kind in KINDS
         }
-        self.fits = dict.fromkeys(KINDS)
+
+    def copy(self) -> PassModel:
+        """A model that learns on its own from here on."""
+        return replace(self, stores={kind: store.copy() for kind, store in self.stores.items()})
+
+    def restore(
+        self,
+        kind: Kind,
+        features: Sequence[Features],
+        values: Sequence[float],
+        lower_seen: Features | None,
+        upper_seen: Features | None,
+    ) -> None:
+        """Take over what the store of ``kind`` of another such model holds; InvalidField where it could not."""
+        if self.steps is not None and any(self._bounded(value) != value for value in values):
+            raise InvalidField("samples", "holds correction factors beyond the bounds of the options", why="state")
+        self.stores[kind] = self.stores[kind].restored(features, values, lower_seen, upper_seen)
+        self._fits.clear()
+
+    def uncorrected(self) -> PassModel:
+        """The same model before it learned anything."""
+        return replace(self, stores={})
 
     def estimate_ms(self, iterations: Sequence[Iteration]) -> list[float | None]:
         """The time of each iteration; None where a regression knows too little. Idle iterations take 0."""
@@ -127,46 +161,53 @@ class PassModel:
     def estimate_work(self, work: RankWork, owner: np.ndarray, count: int) -> F64:
         """As ``estimate_ms`` for ranks as columns: ms (count,), the maximum over the ranks that each iteration owns,
         corrected; NaN where unknown. EngineError where the compiled model has no data."""
+        return self.price(work, owner, count).raise_first()
+
+    def price(self, work: RankWork, owner: np.ndarray, count: int) -> Priced:
+        """As ``estimate_work``, with the errors of single iterations beside the times of the others."""
         kind, features = _heaviest_columns(work, owner, count)
         if self.steps is None:
-            return self._regressed(kind, features)
-        return self.native_ms(work, owner, count) * self._factors(kind, features)
+            return Priced(self._regressed(kind, features), {})
+        native = self._native(work, owner, count)
+        return Priced(native.ms * self._factors(kind, features), native.errors)
 
-    def native_ms(self, work: RankWork, owner: np.ndarray, count: int) -> F64:
+    def _native(self, work: RankWork, owner: np.ndarray, count: int) -> Priced:
         """The compiled model's time of each iteration, uncorrected."""
         assert self.steps is not None
-        ms = np.zeros(count)
-        np.maximum.at(ms, owner, self.steps.observed(work).raise_first().ms)
-        return ms
+        ms, errors = np.zeros(count), dict[int, EngineError]()
+        answer = self.steps.observed(work)
+        with np.errstate(invalid="ignore"):
+            np.maximum.at(ms, owner, answer.ms)
+        for rank, error in answer.errors().items():
+            errors.setdefault(int(owner[rank]), error)
+        return Priced(ms, errors)
 
     def tune(self, iterations: Sequence[Iteration]) -> int:
-        """Learn from measured iterations, in order; how many were kept. Idle and unmeasured ones teach nothing."""
+        """Learn from measured iterations, in order; how many were kept. Idle and unmeasured ones teach nothing. An
+        iteration that the compiled model has no data for raises; the earlier ones are learned by then."""
+        told = [(i, heaviest(each), observed_ms(each)) for i, each in enumerate(iterations)]
+        useful = [(i, work, target) for i, work, target in told if work is not None and target is not None]
+        values = [target for *_, target in useful]
+        errors: dict[int, EngineError] = {}
+        if self.steps is not None:
+            native, errors = self._native(*rank_work([iterations[i] for i, *_ in useful]), len(useful))
+            usable = np.isfinite(native) & (native > 0)
+            ratios = np.divide(values, native, out=np.full(len(values), np.nan), where=usable)
+            values = [self._bounded(float(ratio)) for ratio in ratios]
         kept = 0
-        for iteration in iterations:
-            work, target = heaviest(iteration), observed_ms(iteration)
-            if work is None or target is None:
-                continue
-            kind, features = work
-            if self.steps is None:
-                kept += self.stores[kind].add(features, target)
-                store = self.stores[kind]
-                self.fits[kind] = fit(store.features, store.values, self.options.min_observations)
-            else:
-                native = float(self.native_ms(*rank_work([iteration]), 1)[0])
-                if math.isfinite(native) and native > 0:
-                    kept += self.stores[kind].add(features, self._bounded(target / native))
+        self._fits.clear()
+        for index, ((_, (kind, features), _), value) in enumerate(zip(useful, values, strict=True)):
+            if index in errors:
+                raise errors[index]
+            kept += math.isfinite(value) and self.stores[kind].add(features, value)
         return kept
 
     def correction_factors(self) -> list[float]:
         """The factor of every populated bucket of every kind with enough observations; empty for a regression."""
         if self.steps is None:
             return []
-        return [
-            self._cautious(kind, median)
-            for kind in KINDS
-            if self._ready(kind)
-            for median in self.stores[kind].medians()
-        ]
+        tables = [self._factor_table(kind) for kind in KINDS if self._ready(kind)]
+        return [float(factor) for table in tables for factor in table[~np.isnan(table)]]
 
     def diagnostics(self) -> Diagnostics:
         retained = sum(len(store) for store in self.stores.values())
@@ -175,11 +216,26 @@ class PassModel:
             source, readiness = "aic_with_correction" if ready else "aic", "ready"
         else:
             source = "fallback_regression"
-            if any(self.fits.values()):
+            if any(self.fit_of(kind) for kind in KINDS):
                 readiness = "ready"
             else:
                 readiness = "unsupported_config" if self.warning else "insufficient_data"
         return Diagnostics(source, readiness, retained, ready, self.warning)
+
+    def fit_of(self, kind: Kind) -> Fit | None:
+        """A regression's fit of the retained observations of a kind; None while there is none."""
+        store = self.stores[kind]
+        if kind not in self._fits:
+            found = fit(store.features, store.values, self.options.min_observations) if len(store) else None
+            self._fits[kind] = found
+        return self._fits[kind]
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether corrections rest on so few observations of some kind that they are held back."""
+        least = self.options.cold_start_observations
+        held = self.steps is not None and self.options.cold_start_factor is not None
+        return held and any(0 < len(store) < least for store in self.stores.values())
 
     def _ready(self, kind: Kind) -> bool:
         return len(self.stores[kind]) >= self.options.min_observations
@@ -189,33 +245,31 @@ class PassModel:
         ratio = ratio if low is None else max(ratio, low)
         return ratio if high is None else min(ratio, high)
 
-    def _cautious(self, kind: Kind, factor: float) -> float:
-        limit = self.options.cold_start_factor
+    def _factor_table(self, kind: Kind) -> F64:
+        """The factor of each bucket, NaN where it is empty."""
+        limit, medians = self.options.cold_start_factor, self.stores[kind].medians()
         if limit is None or len(self.stores[kind]) >= self.options.cold_start_observations:
-            return factor
-        return min(max(factor, 1 / limit), limit)
+            return medians
+        return np.clip(medians, 1 / limit, limit)
 
     def _factors(self, kind: np.ndarray, features: F64) -> F64:
         factors = np.ones(len(kind))
         for code, name in enumerate(KINDS):
-            if not self._ready(name):
+            mine = kind == code
+            if not self._ready(name) or not mine.any():
                 continue
-            for point in np.flatnonzero(kind == code):
-                factors[point] = self._factor(name, tuple(features[point, : len(name.value)]))
+            store, points = self.stores[name], features[mine, : len(name.value)]
+            found = self._factor_table(name)[store.buckets_of(points)]
+            factors[mine] = np.where(store.holds(points) & ~np.isnan(found), found, 1.0)
         return factors
-
-    def _factor(self, kind: Kind, features: tuple[float, ...]) -> float:
-        bucket = self.stores[kind].bucket_of(features)
-        values = [] if bucket is None else self.stores[kind].in_bucket(bucket)
-        return self._cautious(kind, float(np.median(values))) if values else 1.0
 
     def _regressed(self, kind: np.ndarray, features: F64) -> F64:
         out = np.where(kind < 0, 0.0, np.nan)
         for code, name in enumerate(KINDS):
-            fitted = self.fits[name]
+            mine = kind == code
+            fitted = self.fit_of(name) if mine.any() else None
             if fitted is not None:
-                for point in np.flatnonzero(kind == code):
-                    out[point] = fitted(tuple(features[point, : len(name.value)]))
+                out[mine] = fitted(features[mine, : len(name.value)])
         return out
 
 

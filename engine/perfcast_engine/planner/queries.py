@@ -1,85 +1,164 @@
-"""Questions about the work that an engine has now: queue drain and the next decode iteration (spec/07 section 5).
+"""Questions about the work that live engines have now: queue drain and the next decode iteration (spec/07 section 5).
 
-Every question prices all its hypothetical passes in one vectorised call. Times are seconds; None means that the model
-knows too little to answer now.
+Every question lays out its hypothetical passes for any number of engines at once; ``price_passes`` prices them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from perfcast_engine.errors import InvalidField
-from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, RankQueue, pass_times_s
-from perfcast_engine.planner.pass_model import PassModel
+from perfcast_engine.answer import F64
+from perfcast_engine.errors import EngineError, InvalidField
+from perfcast_engine.planner.capacity import kv_hit_share
+from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, Passes, RankLoads, price_passes
+from perfcast_engine.planner.pass_model import PassModel, Priced
+from perfcast_engine.planner.telemetry import MAX_COUNT
+
+LONGEST_S = 2.0**64  # no clock of the callers holds a longer duration
 
 
-def queue_drain_s(model: PassModel, role: EngineRole, limits: EngineLimits, ranks: Sequence[RankQueue]) -> float | None:
-    """Seconds until all queued prompts are prefilled (spec/07 5.1); None for a decode engine or an unready model."""
-    _check_ranks(limits, ranks)
-    if not role.prefills:
-        return None
-    chunk = limits.max_num_batched_tokens
-    full = np.array([rank.queued_prefill_tokens // chunk for rank in ranks])
-    tail = np.array([rank.queued_prefill_tokens % chunk for rank in ranks])
-    edges = np.unique(np.concatenate([[0], full, (full + 1)[tail > 0]]))
-    if len(edges) == 1:
-        return 0.0
-    start, duration = edges[:-1, None], np.diff(edges)
-    tokens = np.where(start < full, chunk, np.where(start == full, tail, 0))
-    requests = np.array([max(1, rank.queued_prefill_requests) for rank in ranks])
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What to change in the work of an engine before asking (spec/07 section 5.4). As it stands: nothing.
+
+    The scales simulate fewer or more engines; ``next_prompt_tokens`` and ``next_decode_kv_tokens`` append one
+    hypothetical request to each rank. The two ``itl_*`` flags count queued work as decoding already.
+    """
+
+    queue_scale: float = 1.0
+    decode_scale: float = 1.0
+    kv_hit_rate: float = 0.0
+    next_prompt_tokens: float = 0.0
+    next_decode_kv_tokens: float = 0.0
+    drain_beside_queued_decodes: bool = False
+    itl_with_queued_decodes: bool = False
+    itl_with_queued_prompts: bool = False
+    itl_with_scheduled_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not isinstance(value, bool) and not (math.isfinite(value) and 0 <= value <= MAX_COUNT):
+                raise InvalidField(item.name, f"must be a number in [0, 2^32), not {value!r}", why="range")
+
+    def for_drain(self, loads: RankLoads) -> RankLoads:
+        hit = 1 - kv_hit_share(self.kv_hit_rate)
+        queued = float(self.drain_beside_queued_decodes)
+        one = float(self.next_prompt_tokens > 0)
+        return replace(
+            loads,
+            queued_prefill_tokens=_count(
+                (loads.queued_prefill_tokens * self.queue_scale + self.next_prompt_tokens) * hit
+            ),
+            queued_prefill_requests=_count(loads.queued_prefill_requests * self.queue_scale + one),
+            decode_requests=_count((loads.decode_requests + queued * loads.queued_decode_requests) * self.decode_scale),
+            decode_kv_tokens=_count(
+                (loads.decode_kv_tokens + queued * loads.queued_decode_kv_tokens) * self.decode_scale
+            ),
+        )
+
+    def for_itl(self, loads: RankLoads) -> RankLoads:
+        decodes, prompts = float(self.itl_with_queued_decodes), float(self.itl_with_queued_prompts)
+        scheduled = float(self.itl_with_scheduled_prefill)
+        requests = (
+            loads.decode_requests + decodes * loads.queued_decode_requests + prompts * loads.queued_prefill_requests
+        )
+        kv = loads.decode_kv_tokens + decodes * loads.queued_decode_kv_tokens + prompts * loads.queued_prefill_tokens
+        return replace(
+            loads,
+            prefill_requests=scheduled * loads.prefill_requests,
+            prefill_tokens=scheduled * loads.prefill_tokens,
+            prefill_kv_tokens=scheduled * loads.prefill_kv_tokens,
+            decode_requests=_count(requests * self.decode_scale + float(self.next_decode_kv_tokens > 0)),
+            decode_kv_tokens=_count(kv * self.decode_scale + self.next_decode_kv_tokens),
+        )
+
+
+def drain_passes(role: EngineRole, limits: EngineLimits, loads: RankLoads) -> Passes:
+    """The passes that prefill all queued prompts (spec/07 5.1). An aggregated engine keeps decoding beside them."""
+    chunk = float(limits.max_num_batched_tokens)
+    engines, ranks = loads.shape
+    full, tail = np.divmod(loads.queued_prefill_tokens, chunk)
+    edges = np.sort(np.concatenate([np.zeros((engines, 1)), full, np.where(tail > 0, full + 1, 0)], axis=1), axis=1)
+    repeats = np.diff(edges, axis=1)
+    owner, segment = np.nonzero(repeats)
+    begin = edges[owner, segment][:, None]
+    tokens = np.where(begin < full[owner], chunk, np.where(begin == full[owner], tail[owner], 0))
     decoding = float(role.decodes)
-    times = pass_times_s(
-        model,
-        prefill_tokens=tokens,
-        prefill_requests=np.where(tokens > 0, requests, 0),
-        decode_requests=decoding * np.array([rank.decode_requests for rank in ranks]),
-        decode_kv_tokens=decoding * np.array([rank.decode_kv_tokens for rank in ranks]),
-    )
-    return None if np.isnan(times).any() else _duration((times * duration).sum())
+    work = {
+        "prefill_tokens": tokens,
+        "prefill_requests": np.where(tokens > 0, np.maximum(loads.queued_prefill_requests[owner], 1), 0),
+        "decode_requests": decoding * loads.decode_requests[owner],
+        "decode_kv_tokens": decoding * loads.decode_kv_tokens[owner],
+    }
+    return Passes(work, (len(owner), ranks), owner, repeats[owner, segment], engines)
 
 
-def decode_itl_s(
+def itl_passes(role: EngineRole, loads: RankLoads, usual_tokens: F64 | float, usual_requests: F64 | float) -> Passes:
+    """The next decode iteration of each engine (spec/07 5.2). usual_*: (W,) prefill of an average iteration, which a
+    rank of an aggregated engine is assumed to run where it has none scheduled."""
+    engines, ranks = loads.shape
+    work = {"decode_requests": loads.decode_requests, "decode_kv_tokens": loads.decode_kv_tokens}
+    if role.prefills:
+        scheduled = (loads.prefill_requests > 0) | (loads.prefill_tokens > 0)
+        tokens = np.ceil(np.broadcast_to(usual_tokens, engines))[:, None]
+        requests = np.maximum(np.ceil(np.broadcast_to(usual_requests, engines))[:, None], 1) * (tokens > 0)
+        work |= {
+            "prefill_tokens": np.where(scheduled, loads.prefill_tokens, tokens),
+            "prefill_requests": np.where(scheduled, loads.prefill_requests, requests),
+            "prefill_kv_tokens": np.where(scheduled, loads.prefill_kv_tokens, 0),
+        }
+    return Passes(work, (engines, ranks), np.arange(engines), np.ones(engines), engines)
+
+
+class Outlook(NamedTuple):
+    """What W engines do under one scenario, in seconds (W,); None for what their role does not do. NaN where the model
+    knows too little; errors: of the engines that miss data, by index."""
+
+    drain_s: F64 | None
+    itl_s: F64 | None
+    errors: dict[int, EngineError]
+
+
+def outlooks(
     model: PassModel,
     role: EngineRole,
     limits: EngineLimits,
-    ranks: Sequence[RankQueue],
-    usual_prefill: tuple[float, float] = (0.0, 0.0),
-) -> float | None:
-    """Seconds of the next decode iteration (spec/07 5.2). ``usual_prefill``: (tokens, requests) of an average
-    iteration, which an aggregated engine is assumed to run beside the decodes where it has none scheduled."""
-    _check_ranks(limits, ranks)
-    if not role.decodes:
+    loads: RankLoads,
+    scenarios: Sequence[Scenario] = (Scenario(),),
+    usual_tokens: F64 | float = 0.0,
+    usual_requests: F64 | float = 0.0,
+) -> list[Outlook]:
+    """Queue drain and decode ITL of many engines under every scenario, in one evaluation of the model."""
+    questions: list[Passes] = []
+    for scenario in scenarios:
+        if role.prefills:
+            questions.append(drain_passes(role, limits, scenario.for_drain(loads)))
+        if role.decodes:
+            questions.append(itl_passes(role, scenario.for_itl(loads), usual_tokens, usual_requests))
+    answers = iter(price_passes(model, questions))
+    told = []
+    for _ in scenarios:
+        drain = next(answers) if role.prefills else None
+        itl = next(answers) if role.decodes else None
+        errors = {index: error for part in (itl, drain) if part for index, error in part.errors.items()}
+        told.append(Outlook(_seconds(drain), _seconds(itl), errors))
+    return told
+
+
+def _seconds(priced: Priced | None) -> F64 | None:
+    if priced is None:
         return None
-    tokens = np.zeros(len(ranks))
-    requests, cached = np.zeros(len(ranks)), np.zeros(len(ranks))
-    if role.prefills:
-        usual_tokens = math.ceil(usual_prefill[0])
-        usual_requests = max(math.ceil(usual_prefill[1]), 1 if usual_tokens else 0)
-        for i, rank in enumerate(ranks):
-            scheduled = rank.prefill_requests or rank.prefill_tokens
-            tokens[i] = rank.prefill_tokens if scheduled else usual_tokens
-            requests[i] = rank.prefill_requests if scheduled else (usual_requests if usual_tokens else 0)
-            cached[i] = rank.prefill_kv_tokens if scheduled else 0
-    times = pass_times_s(
-        model,
-        prefill_tokens=tokens[None],
-        prefill_requests=requests[None],
-        prefill_kv_tokens=cached[None],
-        decode_requests=np.array([[rank.decode_requests for rank in ranks]]),
-        decode_kv_tokens=np.array([[rank.decode_kv_tokens for rank in ranks]]),
-    )
-    return None if np.isnan(times[0]) else _duration(times[0])
-
-
-def _check_ranks(limits: EngineLimits, ranks: Sequence[RankQueue]) -> None:
-    if len(ranks) != limits.attention_dp:
-        raise InvalidField("ranks", f"needs {limits.attention_dp} attention-DP ranks, got {len(ranks)}", why="ranks")
-
-
-def _duration(seconds: float) -> float:
-    if not math.isfinite(seconds) or seconds >= 2.0**64:
+    seconds = priced.ms / 1000
+    if (seconds >= LONGEST_S).any():
         raise InvalidField("ranks", "ask for a duration beyond any clock", why="duration")
-    return float(seconds)
+    return seconds
+
+
+def _count(values: F64) -> F64:
+    return np.minimum(np.ceil(values), MAX_COUNT)

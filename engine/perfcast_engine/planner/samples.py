@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from perfcast_engine.answer import F64, Mask
+from perfcast_engine.errors import InvalidField
+
 Features = tuple[float, ...]
-Bucket = tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -27,69 +28,101 @@ class SampleStore:
     upper: Features | None = None
     features: list[Features] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-    _buckets: list[Bucket] = field(default_factory=list)
-    _bounds: tuple[Features, Features] | None = None
+    lower_seen: Features | None = None  # of all observations ever, also those retired; None with fixed bounds
+    upper_seen: Features | None = None
+    _buckets: list[int] = field(default_factory=list)
+    _medians: F64 | None = None
 
     def __len__(self) -> int:
         return len(self.values)
 
     def add(self, features: Features, value: float) -> bool:
         """Whether the observation was kept."""
-        if self.upper is not None and self.bucket_of(features) is None:
+        point = np.array([features])
+        if not self.holds(point)[0]:
             return False
         self.features.append(features)
         self.values.append(value)
-        if self.upper is None and self._widened(features):
-            self._buckets = [self._index(sample) for sample in self.features]
+        self._medians = None
+        if self._widened(features):
+            self._buckets = self.buckets_of(np.array(self.features)).tolist()
         else:
-            self._buckets.append(self._index(features))
+            self._buckets += self.buckets_of(point).tolist()
         if len(self) > self.capacity:
             self._retire()
         return True
 
-    def bucket_of(self, features: Features) -> Bucket | None:
-        """The bucket of ``features``; None outside fixed bounds."""
-        if self.upper is not None and any(not 0 <= v <= hi for v, hi in zip(features, self.upper, strict=True)):
-            return None
-        return self._index(features)
+    def holds(self, features: F64) -> Mask:
+        """Whether each of the points (N, axes) lies within fixed bounds; true where there are none."""
+        if self.upper is None:
+            return np.ones(len(features), np.bool_)
+        inside: Mask = np.logical_and.reduce((features >= 0) & (features <= np.array(self.upper)), axis=1)
+        return inside
 
-    def in_bucket(self, bucket: Bucket) -> list[float]:
-        return [value for value, where in zip(self.values, self._buckets, strict=True) if where == bucket]
+    def buckets_of(self, features: F64) -> np.ndarray:
+        """The bucket of each of the points (N, axes), numbered with the last axis fastest."""
+        low = np.zeros(self.axes) if self.upper is not None else np.array(self.lower_seen)
+        high = np.array(self.upper if self.upper is not None else self.upper_seen)
+        width = high - low
+        share = np.divide(features - low, width, out=np.zeros_like(features), where=width > 0)
+        index = np.clip(np.trunc(share * self.buckets_per_axis), 0, self.buckets_per_axis - 1).astype(np.intp)
+        number: np.ndarray = index[:, 0]
+        for axis in range(1, self.axes):
+            number = number * self.buckets_per_axis + index[:, axis]
+        return number
 
-    def medians(self) -> Iterator[float]:
-        """The median of every populated bucket."""
-        for bucket in sorted(set(self._buckets)):
-            yield float(np.median(self.in_bucket(bucket)))
+    def medians(self) -> F64:
+        """The median of each bucket, NaN where it is empty."""
+        if self._medians is None:
+            values, buckets = np.array(self.values), np.array(self._buckets, np.intp)
+            found = np.full(self.buckets_per_axis**self.axes, np.nan)
+            for bucket in np.unique(buckets):
+                found[bucket] = np.median(values[buckets == bucket])
+            self._medians = found
+        return self._medians
+
+    def copy(self) -> SampleStore:
+        """One that learns on its own."""
+        return self._like(list(self.features), list(self.values), self.lower_seen, self.upper_seen)
+
+    def restored(
+        self,
+        features: Sequence[Features],
+        values: Sequence[float],
+        lower_seen: Features | None,
+        upper_seen: Features | None,
+    ) -> SampleStore:
+        """A store of this shape that holds what another told of itself; InvalidField where that cannot be."""
+        if len(values) > self.capacity or len(values) != len(features):
+            raise InvalidField("samples", f"need at most {self.capacity} values, each with its features", why="state")
+        points, told = np.array(features, np.float64).reshape(-1, self.axes), (lower_seen, upper_seen)
+        if told.count(None) != (0 if self.upper is None and values else 2):
+            raise InvalidField("samples", "must tell the bounds seen where, and only where, data set them", why="state")
+        inside = self.holds(points)
+        if told[0] is not None:
+            inside = np.all((points >= np.array(lower_seen)) & (points <= np.array(upper_seen)), axis=1, keepdims=True)
+        if not (inside.all() and np.isfinite(values).all() and np.greater(values, 0).all()):
+            raise InvalidField("samples", "holds values that are not positive or lie out of bounds", why="state")
+        return self._like(list(features), list(values), lower_seen, upper_seen)
+
+    def _like(
+        self, features: list[Features], values: list[float], lower: Features | None, upper: Features | None
+    ) -> SampleStore:
+        other = SampleStore(self.axes, self.buckets_per_axis, self.capacity, self.upper, features, values, lower, upper)
+        if values:
+            other._buckets = other.buckets_of(np.array(features)).tolist()
+        return other
 
     def _retire(self) -> None:
-        counts: dict[Bucket, int] = {}
-        for bucket in self._buckets:
-            counts[bucket] = counts.get(bucket, 0) + 1
-        fullest = min(counts, key=lambda bucket: (-counts[bucket], bucket))
+        fullest = int(np.argmax(np.bincount(self._buckets)))
         oldest = self._buckets.index(fullest)
         for column in (self.features, self.values, self._buckets):
             del column[oldest]
 
     def _widened(self, features: Features) -> bool:
-        if self._bounds is None:
-            self._bounds = features, features
-            return True
-        lo = tuple(map(min, self._bounds[0], features))
-        hi = tuple(map(max, self._bounds[1], features))
-        if (lo, hi) == self._bounds:
-            return False
-        self._bounds = lo, hi
-        return True
-
-    def _index(self, features: Features) -> Bucket:
         if self.upper is not None:
-            bounds: tuple[Features, Features] = (0.0,) * self.axes, self.upper
-        else:
-            assert self._bounds is not None
-            bounds = self._bounds
-        return tuple(
-            0
-            if hi <= lo
-            else min(max(math.trunc((v - lo) / (hi - lo) * self.buckets_per_axis), 0), self.buckets_per_axis - 1)
-            for v, lo, hi in zip(features, *bounds, strict=True)
-        )
+            return False
+        seen = self.lower_seen, self.upper_seen
+        self.lower_seen = features if seen[0] is None else tuple(map(min, seen[0], features))
+        self.upper_seen = features if seen[1] is None else tuple(map(max, seen[1], features))
+        return seen != (self.lower_seen, self.upper_seen)

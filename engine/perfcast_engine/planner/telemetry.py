@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank of one iteration. ``wall_time_s`` is the measured duration, 0 where unmeasured."""
+    """One rank of one iteration. ``wall_time_s`` is the measured duration, 0 where unmeasured; ``dp_rank`` decides
+    nothing but the order of ranks (see ``in_rank_order``)."""
 
     num_prefill_requests: int = 0
     sum_prefill_tokens: int = 0
@@ -42,6 +44,7 @@ class RankRecord:
     num_decode_requests: int = 0
     sum_decode_kv_tokens: int = 0
     wall_time_s: float = 0.0
+    dp_rank: int = 0
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -85,6 +88,12 @@ def iteration_of(records: Sequence[Mapping[str, Any]]) -> Iteration:
     if not records:
         raise InvalidField("metrics", "needs at least one rank", why="fpm_empty")
     return [RankRecord.from_mapping(record) for record in records]
+
+
+def in_rank_order(records: Iterable[RankRecord]) -> Iteration:
+    """The ranks of one iteration in the order of their number, so that the order in which they arrived changes nothing
+    where ranks are equally heavy."""
+    return sorted(records, key=attrgetter("dp_rank", *COUNTS, "wall_time_s"))
 
 
 def heaviest(iteration: Iteration) -> tuple[Kind, tuple[float, ...]] | None:
