@@ -21,7 +21,7 @@ from perfcast_deploy.deployment import OWN_ENV, Deployment, Facts, decode
 from perfcast_deploy.plan import plan_of
 from perfcast_deploy.policy import Change, apply, as_rows
 from perfcast_deploy.readback import READERS
-from perfcast_deploy.validate import read_json, require_valid
+from perfcast_deploy.validate import read_json, require_valid, well_formed
 
 MANIFEST = "perfcast.json"
 Predict = Callable[[Deployment], Mapping[str, float]]
@@ -162,6 +162,11 @@ def _notes(d: Deployment, target: str) -> tuple[str, ...]:
 def parse(files: Mapping[str, bytes]) -> Deployment:
     """The deployment that files say. Engine settings come from the files; the manifest adds what no flag can say."""
     manifest = manifest_of(files)
+    with well_formed(MANIFEST):
+        return _read_back(manifest, files)
+
+
+def _read_back(manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> Deployment:
     texts = {name: _decoded(name, files[name]) for name in manifest["files"] if name in files}
     target = manifest["target"]
     if target not in READERS:

@@ -59,7 +59,10 @@ def _pairs(text: str | None, option: str) -> dict[str, Any]:
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
             raise InvalidField(option, f"{part!r} is not of the form key=value", "type")
-        found[key.strip()] = yaml.safe_load(value)
+        try:
+            found[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InvalidField(option, f"{value!r} is no YAML value", "type") from None
     return found
 
 

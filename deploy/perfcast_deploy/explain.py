@@ -7,6 +7,7 @@ from typing import Any
 
 from perfcast_deploy.flags import rows_of
 from perfcast_deploy.readback import Found, read_dynamo
+from perfcast_deploy.validate import well_formed
 
 KNOWN = ("max_batch", "max_tokens", "max_seq_len", "kv_fraction", "kv_dtype", "chunked_prefill", "prefix_caching")
 
@@ -16,13 +17,15 @@ def explain_command(
 ) -> dict[str, Any]:
     """Facts of one engine started by ``words``; unknown flags are refused by name."""
     found = Found()
-    found.add("agg", words, engine_files or {})
-    return _facts(found, is_moe)
+    with well_formed("command"):
+        found.add("agg", words, engine_files or {})
+        return _facts(found, is_moe)
 
 
 def explain_manifest(text: str, *, is_moe: bool | None = None) -> dict[str, Any]:
     """Facts of the workers of a DynamoGraphDeployment (with the ConfigMaps beside it)."""
-    return _facts(read_dynamo({"manifest.yaml": text}), is_moe)
+    with well_formed("manifest"):
+        return _facts(read_dynamo({"manifest.yaml": text}), is_moe)
 
 
 def _facts(found: Found, is_moe: bool | None) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def read_engine(files: Mapping[str, str]) -> Found:
             elif role in ("agg", "prefill", "decode"):
                 rank = re.search(r"_rank(\d+)", log)
                 found.add(role, words, files, 0 if rank and int(rank[1]) else 1)
-                leading = words[: next(i for i, word in enumerate(words) if not ASSIGNMENT.match(word))]
+                leading = words[: next((i for i, word in enumerate(words) if not ASSIGNMENT.match(word)), 0)]
                 found.env |= dict(word.split("=", 1) for word in leading)
                 found.top["port"] = int(words[words.index("--port") + 1])
             elif log == "front.log":
@@ -252,7 +252,7 @@ def read_fpm(files: Mapping[str, str]) -> Found:
     found = Found()
     for path in sorted((name for name in files if name.endswith("run.sh")), key=lambda name: "decode" in name):
         folder = path.removesuffix("run.sh")
-        engine = next(line for line in files[path].splitlines() if line.startswith("engine=("))
+        engine = next((line for line in files[path].splitlines() if line.startswith("engine=(")), "")
         words = shlex.split(engine.removeprefix("engine=(").removesuffix(")"))
         role = words[words.index("--benchmark-mode") + 1]
         found.add(role, words, {})

@@ -42,10 +42,13 @@ def from_row(row: Mapping[str, Any], given: Mapping[str, Any] | None = None, fac
     InvalidField, UnsupportedCombination, OutOfMemory.
     """
     told, facts = dict(given or {}), facts or Facts()
+    cluster = told.pop("cluster", {})
+    if not isinstance(cluster, Mapping):
+        raise InvalidField("cluster", f"must be a mapping, not {cluster!r}", "type")
     if any(name.startswith("(e)") and row[name] not in (None, "", 0) for name in row):
         raise UnsupportedCombination("row", "rows with an encode pool have no deployment; search without it")
     names = ("agg",) if _find(row, "agg", "batch") is not None else ("prefill", "decode")
-    data = {key: told.pop(key, None) or _text(row, key) for key in ("model", "backend", "version", "system")}
+    data = {key: _text(row, key, told.pop(key, None)) for key in ("model", "backend", "version", "system")}
     load = {
         key: _whole(key, told.pop(key, row.get(key)) or 0, least)
         for key, least in (("isl", 1), ("osl", 1), ("prefix", 0))
@@ -74,7 +77,7 @@ def from_row(row: Mapping[str, Any], given: Mapping[str, Any] | None = None, fac
         "output_tokens_per_s": None if per_gpu is None else per_gpu * gpus,
         "profile": profile,
     }
-    cluster = {"gpus_per_node": system_facts(data["system"])["gpus_per_node"]} | dict(told.pop("cluster", {}))
+    cluster = {"gpus_per_node": system_facts(data["system"])["gpus_per_node"]} | dict(cluster)
     made = {"workload": load, "is_moe": is_moe, "roles": roles, "predicted": predicted, "cluster": cluster}
     deployment = Deployment.from_dict(data | made | told)
     used = {name: _number(row, name, "memory_gib") for name in names}
@@ -139,8 +142,8 @@ def _find(row: Mapping[str, Any], role: str, name: str) -> Any:
     return None
 
 
-def _text(row: Mapping[str, Any], name: str) -> str:
-    value = _find(row, "agg", name) or _find(row, "decode", name)
+def _text(row: Mapping[str, Any], name: str, given: Any) -> str:
+    value = given or _find(row, "agg", name) or _find(row, "decode", name)
     if not isinstance(value, str):
         raise InvalidField(name, "is neither in the row nor given", "missing")
     return value

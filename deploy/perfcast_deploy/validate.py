@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import jsonschema
 import yaml
-from perfcast_engine.errors import DataCorrupt, InvalidField
+from perfcast_engine.errors import DataCorrupt, EngineError, InvalidField
 
 from perfcast_deploy.catalog import data_file
 
@@ -30,11 +31,22 @@ def _validator(kind: str) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema)
 
 
+@contextmanager
+def well_formed(what: str) -> Iterator[None]:
+    """Files of others can lack or twist anything: what trips over their shape is a typed error."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise DataCorrupt(f"{what} has an unexpected shape: {type(error).__name__}: {error}", file=what) from error
+
+
 def read_yaml(name: str, text: str) -> list[dict[str, Any]]:
     """The documents of a file; damaged YAML is a typed error."""
     try:
         documents = [document for document in yaml.load_all(text, LOADER) if document is not None]
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise DataCorrupt(f"{name} is no YAML: {' '.join(str(error).split())}", file=name) from error
     if not all(isinstance(document, dict) for document in documents):
         raise DataCorrupt(f"{name} holds something other than mappings", file=name)
@@ -92,5 +104,5 @@ def read_json(name: str, text: str) -> Any:
 
     try:
         return json.loads(text, parse_constant=refuse)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataCorrupt(f"{name} is no JSON: {error}", file=name) from error
