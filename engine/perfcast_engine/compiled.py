@@ -34,8 +34,8 @@ def _phase(phase: Phase, tokens: int) -> PhaseSurface:
         _counted(phase.tokens, tokens),
         _counted(phase.logits, REQUESTS),
         _counted(phase.requests, REQUESTS),
-        tuple(_term(op, phase) for op in phase.attention),
-        tuple(_term(op, phase) for op in phase.others),
+        tuple(term for op in phase.attention for term in _terms(op, phase)),
+        tuple(term for op in phase.others for term in _terms(op, phase)),
     )
 
 
@@ -44,12 +44,12 @@ def _counted(table: CountTable, last: int) -> F64:
     return table(np.arange(last + 1, dtype=np.float64)).ms if table.ops else np.zeros(0)
 
 
-def _term(op: Op, phase: Phase) -> Term:
+def _terms(op: Op, phase: Phase) -> tuple[Term, ...]:
     try:
-        term = op.term(phase.db)
+        terms = op.terms(phase.db)
     except EngineError:
-        term = None
-    if term is None:
+        terms = None
+    if terms is None:
         raise UnsupportedCombination(
             "engine",
             f"{op.name} has no surface on {phase.db.system.name} with {phase.db.backend} in mode {phase.db.mode}; "
@@ -57,4 +57,4 @@ def _term(op: Op, phase: Phase) -> Term:
             why="surface",
             op=op.name,
         )
-    return term
+    return terms

@@ -101,6 +101,11 @@ class Plane:
             full, knots = full[0], knots[1:]
         return cls(tuple(map(Axis, knots)), np.pad(full, 1, constant_values=np.nan), roots)
 
+    @property
+    def ends(self) -> tuple[float, ...]:
+        """The last knot of each axis."""
+        return tuple(float(axis.knots[-1]) for axis in self.axes)
+
     @cached_property
     def _flat(self) -> F64:
         return np.ascontiguousarray(self.values).ravel()

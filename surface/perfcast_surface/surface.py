@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from math import nan
-from typing import Any
+from dataclasses import dataclass
+from math import inf, nan
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from perfcast_surface.arrays import F64
+from perfcast_surface.arrays import F64, Mask
 from perfcast_surface.mixed import ARRAYS, NUMBERS, StepRules
-from perfcast_surface.terms import EVALUATORS, Term, plane_arrays, plane_from
+from perfcast_surface.terms import Term
 
-FORMAT = 1
-TABLES = ("tokens", "logits", "requests")
+FEW = 8  # samples of a trajectory that are quicker one by one
+SAMPLES = 1 << 16  # of trajectories evaluated together; bounds memory
+DEFAULT_STRIDE = 32
 
 
-class SurfaceError(ValueError):
-    """The data are not a surface, or one of a format that this version does not read."""
+class Domain(NamedTuple):
+    """The largest counts that the tables and measurements behind a surface reach, each by itself."""
+
+    pass_tokens: int
+    prefill_batch: int
+    prompt_tokens: int
+    decode_batch: int
+    kv_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +38,29 @@ class PhaseSurface:
     attention: tuple[Term, ...]
     others: tuple[Term, ...]
 
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return self.attention + self.others
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The largest batch and the longest sequence of the measurements behind all terms."""
+        batch = min((term.reach[0] for term in self.terms), default=inf)
+        tokens = min((term.reach[1] for term in self.terms), default=inf)
+        counts = (len(table) - 1 for table in (self.logits, self.requests) if len(table))
+        return int(min(batch, *counts, len(self.tokens) - 1)), int(min(tokens, 2**31 - 1))
+
     def shared(self, batch: F64, s: F64, prefix: F64, x: F64, rows: F64) -> F64:
         """Everything but attention; NaN outside."""
-        ms = _look_up(self.tokens, x) + _look_up(self.logits, rows) + _look_up(self.requests, batch)
+        ms = _look_up(self.tokens, x)
+        for table, counts in ((self.logits, rows), (self.requests, batch)):
+            if len(table):
+                ms += _look_up(table, counts)
         return _summed(self.others, ms, batch, s, prefix)
+
+    def whole(self, batch: F64, s: F64, prefix: F64, x: F64, rows: F64) -> F64:
+        """A pass; NaN outside."""
+        return _summed(self.attention, self.shared(batch, s, prefix, x, rows), batch, s, prefix)
 
     def shared_one(self, batch: int, s: int, prefix: int, x: int, rows: int) -> float:
         ms = 0.0
@@ -58,6 +80,8 @@ def _look_up(table: F64, counts: F64) -> F64:
         return np.zeros(len(counts))
     index = counts.astype(np.int64)
     known = (index >= 0) & (index < len(table))
+    if known.all():
+        return table.take(index)
     return np.where(known, table.take(np.where(known, index, 0)), np.nan)
 
 
@@ -69,62 +93,105 @@ def _summed(terms: tuple[Term, ...], ms: F64, batch: F64, s: F64, prefix: F64) -
 
 @dataclass(frozen=True, eq=False)
 class StepSurface:
-    """Steps of one engine. Arguments are whole numbers, or arrays (N,) of them broadcast against each other; answers
+    """Steps of one engine. Arguments are ints, or arrays (N,) of whole numbers broadcast against each other; answers
     are ms, a float or (N,). NaN where the surface does not reach."""
 
     context: PhaseSurface
     generation: PhaseSurface
     rules: StepRules
 
+    @property
+    def domain(self) -> Domain:
+        rows = self.rules.nextn + 1
+        (prefills, prompt), (decodes, kv) = self.context.reach, self.generation.reach
+        return Domain(len(self.context.tokens) - 1, prefills, prompt, decodes // rows, kv)
+
     def prefill(self, batch: Any, isl: Any, prefix: Any = 0) -> Any:
         """One pass over ``batch`` prompts of ``isl`` tokens, ``prefix`` of them cached."""
         phase = self.context
-        if _numbers(batch, isl, prefix):
-            s = isl - prefix
-            if batch < 1 or s < 1 or prefix < 0:
+        if type(batch) is int and type(isl) is int and type(prefix) is int:
+            new = isl - prefix
+            if batch < 1 or new < 1 or prefix < 0:
                 return nan
-            return phase.shared_one(batch, s, prefix, batch * s, batch) + phase.attention_one(batch, s, prefix)
+            return phase.shared_one(batch, new, prefix, batch * new, batch) + phase.attention_one(batch, new, prefix)
         batch, isl, prefix = _columns(batch, isl, prefix)
         s = isl - prefix
         good = (batch >= 1) & (s >= 1) & (prefix >= 0)
-        batch, s = np.where(good, batch, 1.0), np.where(good, s, 1.0)
-        ms = phase.shared(batch, s, prefix, batch * s, batch)
-        return np.where(good, _summed(phase.attention, ms, batch, s, prefix), np.nan)
+        batch, s = _where(good, batch), _where(good, s)
+        return _only(good, phase.whole(batch, s, prefix, batch * s, batch))
 
     def decode_step(self, gen_requests: Any, isl: Any, osl: Any) -> Any:
         """One decode iteration of ``gen_requests`` requests in the middle of their generation."""
         phase, rows = self.generation, self.rules.nextn + 1
-        if _numbers(gen_requests, isl, osl):
+        if type(gen_requests) is int and type(isl) is int and type(osl) is int:
             if gen_requests < 1 or isl < 1 or osl < 1:
                 return nan
             tokens, length = gen_requests * rows, isl + osl // 2 + 1
             return phase.shared_one(tokens, length, 0, tokens, tokens) + phase.attention_one(tokens, length, 0)
         requests, isl, osl = _columns(gen_requests, isl, osl)
         good = (requests >= 1) & (isl >= 1) & (osl >= 1)
-        tokens, length = np.where(good, requests, 1.0) * rows, isl + osl // 2 + 1
-        zero = np.zeros_like(tokens)
-        ms = phase.shared(tokens, length, zero, tokens, tokens)
-        return np.where(good, _summed(phase.attention, ms, tokens, length, zero), np.nan)
+        counts, lengths = _where(good, requests) * rows, isl + osl // 2 + 1
+        return _only(good, phase.whole(counts, lengths, np.zeros_like(counts), counts, counts))
+
+    def decode(self, batch: Any, isl: Any, osl: Any, beam: Any = 1, stride: int = DEFAULT_STRIDE) -> Any:
+        """The whole generation of ``batch`` requests: every ``stride``-th of the osl - 1 iterations, held over its
+        stride; the sum over all iterations."""
+        stride = max(int(stride), 1)
+        if type(batch) is int and type(isl) is int and type(osl) is int and type(beam) is int:
+            if min(batch, isl, osl, beam) < 1:
+                return nan
+            if osl - 1 <= FEW * stride:
+                return self._decode_one(batch, isl, osl, beam, stride)
+            return self.decode(np.array([batch]), isl, osl, beam, stride).item()
+        batch, isl, osl, beam = _columns(batch, isl, osl, beam)
+        good = (batch >= 1) & (isl >= 1) & (osl >= 1) & (beam >= 1)
+        batch, osl, beam = _where(good, batch), _where(good, osl), _where(good, beam)
+        samples = np.ceil((osl - 1) / stride).astype(np.int64)
+        ends, ms = np.cumsum(samples), np.zeros(len(batch))
+        for start in range(0, int(ends[-1]), SAMPLES):
+            index = np.arange(start, min(start + SAMPLES, int(ends[-1])))
+            point = ends.searchsorted(index, "right")
+            offset = (index - (ends - samples)[point]) * float(stride)
+            rows = batch[point] * (self.rules.nextn + 1)
+            x = rows * beam[point]
+            step = self.generation.whole(rows, isl[point] + offset + 1, np.zeros(len(x)), x, x)
+            part = np.bincount(point - point[0], step * np.minimum(stride, osl[point] - 1 - offset))
+            ms[point[0] : point[0] + len(part)] += part
+        return _only(good, ms)
+
+    def _decode_one(self, batch: int, isl: int, osl: int, beam: int, stride: int) -> float:
+        tokens, ms = batch * (self.rules.nextn + 1), 0.0
+        for offset in range(0, osl - 1, stride):
+            step = self.generation.shared_one(tokens, isl + offset + 1, 0, tokens * beam, tokens * beam)
+            step += self.generation.attention_one(tokens, isl + offset + 1, 0)
+            ms += step * min(stride, osl - 1 - offset)
+        return ms
 
     def mixed(self, ctx_tokens: Any, gen_requests: Any, isl: Any, osl: Any, prefix: Any = 0) -> Any:
         """One iteration that prefills ``ctx_tokens`` prompt tokens beside ``gen_requests`` decoding requests."""
-        if _numbers(ctx_tokens, gen_requests, isl, osl, prefix):
+        if (
+            type(ctx_tokens) is int
+            and type(gen_requests) is int
+            and type(isl) is int
+            and type(osl) is int
+            and type(prefix) is int
+        ):
             return self._mixed_one(ctx_tokens, gen_requests, isl, osl, prefix)
         tokens, requests, isl, osl, prefix = _columns(ctx_tokens, gen_requests, isl, osl, prefix)
         good = (tokens >= 1) & (requests >= 0) & (prefix >= 0) & (prefix < isl) & (osl >= 0)
-        tokens, isl, prefix = np.where(good, tokens, 1.0), np.where(good, isl, 1.0), np.where(good, prefix, 0.0)
-        requests = np.where(good, requests, 0.0)
+        tokens, isl, prefix = _where(good, tokens), _where(good, isl), _where(good, prefix, 0.0)
+        requests = _where(good, requests, 0.0)
         plan = self.rules.mixed(tokens, requests, isl, osl, prefix, ARRAYS)
         one, rows = np.ones_like(tokens), np.broadcast_to(np.asarray(plan.logits_rows, np.float64), tokens.shape)
         good &= plan.flat >= 1
-        flat = np.where(good, plan.flat, 1.0)
+        flat = _where(good, plan.flat)
         ms = self.context.shared(one, flat, plan.cached, flat, rows)
         fresh, zero = isl - prefix, np.zeros_like(tokens)
         for prompts, weight in plan.prompts:
             part = _summed(self.context.attention, zero, np.maximum(prompts, 1.0), fresh, prefix)
             ms = ms + np.where(weight > 0, part * weight, 0.0)
         decode = _summed(self.generation.attention, zero, np.maximum(plan.decodes, 1.0), plan.length, zero)
-        return np.where(good, ms + np.where(requests > 0, decode, 0.0), np.nan)
+        return _only(good, ms + np.where(requests > 0, decode, 0.0))
 
     def _mixed_one(self, tokens: int, requests: int, isl: int, osl: int, prefix: int) -> float:
         if tokens < 1 or requests < 0 or osl < 0 or not 0 <= prefix < isl:
@@ -138,67 +205,14 @@ class StepSurface:
                 ms += self.context.attention_one(prompts, isl - prefix, prefix) * weight
         return ms + self.generation.attention_one(plan.decodes, plan.length, 0) if requests else ms
 
-    @cached_property
-    def parts(self) -> tuple[dict[str, Any], dict[str, F64]]:
-        """A header that fits into JSON, and the arrays that it names."""
-        arrays: dict[str, F64] = {}
-        header: dict[str, Any] = {"format": FORMAT, "rules": asdict(self.rules), "phases": {}}
-        for name, phase in (("context", self.context), ("generation", self.generation)):
-            arrays |= {f"{name}.{table}": getattr(phase, table) for table in TABLES}
-            header["phases"][name] = list(_terms(name, phase, arrays))
-        return header, arrays
-
-    @cached_property
-    def content_hash(self) -> str:
-        """Of everything that decides an answer."""
-        header, arrays = self.parts
-        digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
-        for name in sorted(arrays):
-            digest.update(f"{name}{arrays[name].shape}".encode())
-            digest.update(np.ascontiguousarray(arrays[name], "<f8").tobytes())
-        return digest.hexdigest()
-
-    @classmethod
-    def from_parts(cls, header: Mapping[str, Any], arrays: Mapping[str, F64]) -> StepSurface:
-        """The inverse of ``parts``; SurfaceError where they do not fit together."""
-        try:
-            if header["format"] != FORMAT:
-                raise SurfaceError(f"surface format {header['format']!r} is not {FORMAT}")
-            phases = {name: _phase(name, header["phases"][name], arrays) for name in ("context", "generation")}
-            return cls(phases["context"], phases["generation"], StepRules(**header["rules"]))
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise SurfaceError(f"not a surface: {type(error).__name__} {error}") from error
-
-
-def _terms(name: str, phase: PhaseSurface, arrays: dict[str, F64]) -> Iterator[dict[str, Any]]:
-    for is_attention, terms in ((True, phase.attention), (False, phase.others)):
-        for term in terms:
-            planes = []
-            for plane in term.planes():
-                planes.append(f"plane{sum(key.endswith('.values') for key in arrays)}")
-                arrays |= dict(plane_arrays(plane, planes[-1]))
-            yield {
-                "evaluator": term.evaluator,
-                "is_attention": is_attention,
-                "scale": term.scale,
-                "parameters": term.parameters(),
-                "planes": planes,
-            }
-
-
-def _phase(name: str, terms: list[dict[str, Any]], arrays: Mapping[str, F64]) -> PhaseSurface:
-    tables = [arrays[f"{name}.{table}"] for table in TABLES]
-    read: dict[bool, list[Term]] = {True: [], False: []}
-    for term in terms:
-        planes = [plane_from(arrays, plane) for plane in term["planes"]]
-        kind = EVALUATORS[term["evaluator"]]
-        read[term["is_attention"]].append(kind.read(term["scale"], term["parameters"], planes))
-    return PhaseSurface(tables[0], tables[1], tables[2], tuple(read[True]), tuple(read[False]))
-
-
-def _numbers(*values: Any) -> bool:
-    return all(type(value) is int for value in values)
-
 
 def _columns(*values: Any) -> list[F64]:
     return list(np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, np.float64)) for value in values)))
+
+
+def _where(good: Mask, values: F64, otherwise: float = 1.0) -> F64:
+    return values if good.all() else np.where(good, values, otherwise)
+
+
+def _only(good: Mask, ms: F64) -> F64:
+    return ms if good.all() else np.where(good, ms, np.nan)

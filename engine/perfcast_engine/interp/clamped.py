@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from perfcast_surface.blend import Held
 from perfcast_surface.plane import Axis, Plane
 
 from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Coords, Grid, Ints, Level
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
-    """A grid read linearly on every axis, where a coordinate beyond the keys of a node counts as the nearest of them.
-    ``plane``: its values at all combinations of keys; ends: first and last key of each axis."""
-
-    plane: Plane
-    ends: tuple[tuple[float, float], ...]
-
-    @classmethod
-    def of(cls, grid: Grid) -> Held:
-        # a piecewise linear function stays the same when it is told at more knots
-        knots = [np.unique(column).astype(np.float64) for column in grid.coords]
-        every = np.meshgrid(*knots, indexing="ij")
-        values = _linear(grid, tuple(axis.ravel() for axis in every)).reshape(every[0].shape)
-        plane = Plane(tuple(map(Axis, knots)), np.pad(values, 1, constant_values=np.nan))
-        return cls(plane, tuple((float(axis[0]), float(axis[-1])) for axis in knots))
-
-    def at(self, *query: F64) -> F64:
-        return self.plane.at(*(np.clip(c, *ends) for c, ends in zip(query, self.ends, strict=True)))
-
-    def one(self, *query: float) -> float:
-        """``at`` for a single query."""
-        return self.plane.one(*(min(max(c, low), high) for c, (low, high) in zip(query, self.ends, strict=True)))
+def held(grid: Grid) -> Held:
+    """``grid`` read linearly on every axis, where a coordinate beyond the keys of a node counts as the nearest one."""
+    # a piecewise linear function stays the same when it is told at more knots
+    knots = [np.unique(column).astype(np.float64) for column in grid.coords]
+    every = np.meshgrid(*knots, indexing="ij")
+    values = _linear(grid, tuple(axis.ravel() for axis in every)).reshape(every[0].shape)
+    return Held(Plane(tuple(map(Axis, knots)), np.pad(values, 1, constant_values=np.nan)))
 
 
 def _linear(grid: Grid, query: Coords) -> F64:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from perfcast_surface.terms import Blend
+from perfcast_surface.blend import Blend
 
 from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Coords, Grid, Sol

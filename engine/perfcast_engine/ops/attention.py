@@ -140,11 +140,11 @@ class ContextAttention(Op):
 
         return whole if cp == 1 else halves
 
-    def term(self, db: Database) -> Term | None:
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
         if not db.mode.shared:
             return None
         blend = self._kernels(db).measured(db).blend(float(self.heads))
-        return None if blend is None else Causal(blend, self.scale, self._extra_ms(db), self.cp)
+        return None if blend is None else (Causal(blend, self.scale, self._extra_ms(db), self.cp),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,11 +246,11 @@ class GenerationAttention(Op):
 
         return ms
 
-    def term(self, db: Database) -> Term | None:
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
         if not db.mode.shared:
             return None
         blend = self._kernels(db).measured(db).blend(float(self.heads))
-        return None if blend is None or len(blend.parts) > 1 else DecodeMean(blend.parts[0][1], self.scale)
+        return None if blend is None or len(blend.parts) > 1 else (DecodeMean(blend.parts[0][1], self.scale),)
 
 
 def _mean(each: Answer, n: int) -> Answer:

@@ -87,8 +87,8 @@ class Op(ABC):
         ``evaluate`` has to be asked, as for what misses. None where the kind or the mode offers no such short cut."""
         return None
 
-    def term(self, db: Database) -> Term | None:
-        """All instances as a summand of a surface that leaves this process, right inside of the measurements. None
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
+        """All instances as summands of a surface that leaves this process, right inside of the measurements. None
         where the kind or the mode has no such form."""
         return None
 

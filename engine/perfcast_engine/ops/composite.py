@@ -65,11 +65,11 @@ class Fallback(Op):
             return None
         return quick if quick is None or scale == 1.0 else lambda batch, s, prefix: quick(batch, s, prefix) * scale
 
-    def term(self, db: Database) -> Term | None:
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
         """The measured whole; none where it is repeated, or estimated."""
         whole = db.in_mode(Mode.SILICON) if db.mode is Mode.HYBRID else db
         try:
-            return self.primary.term(whole) if self.scale == 1.0 else None
+            return self.primary.terms(whole) if self.scale == 1.0 else None
         except PerfDataMissing:
             return None
 

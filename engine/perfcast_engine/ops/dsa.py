@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
+from perfcast_surface.terms import Term
 
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source
@@ -120,12 +121,17 @@ class _Dsa(BucketedModule):
         return self.full_fraction if told_apart else 1.0
 
     def quick(self, db: Database) -> Quick | None:
-        if not db.mode.shared:
-            return None
+        return self.quick_of(self._layers(db)) if db.mode.shared else None
+
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
+        return self.terms_of(self._layers(db)) if db.mode.shared else None
+
+    def _layers(self, db: Database) -> list[tuple[Surface, float]]:
+        """What was measured of each kind of layer, with the share of layers of that kind."""
         self.rates(db.system)
         share = self.share(db)
         full = (self.surface(db, False, "trtllm"), min(share, 1.0))
-        return self.quick_of([full] if share >= 1 else [full, (self.surface(db, True, "trtllm"), 1 - share)])
+        return [full] if share >= 1 else [full, (self.surface(db, True, "trtllm"), 1 - share)]
 
     def layer(self, db: Database, at: Points, skip: bool, bucket: str) -> Answer:
         """One layer that computes (or, ``skip``, reuses) its index."""
@@ -188,6 +194,9 @@ class DsaContext(_Dsa):
 
     def quick(self, db: Database) -> Quick | None:
         return super().quick(db) if self.cp <= 1 else None
+
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
+        return super().terms(db) if self.cp <= 1 else None
 
     def sol(self, db: Database, at: Points) -> Split:
         if self.cp > 1:

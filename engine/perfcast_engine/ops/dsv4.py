@@ -9,11 +9,12 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 import numpy as np
+from perfcast_surface.blend import Held
+from perfcast_surface.terms import Decode, Prefixed, Term
 
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import InvalidField, PerfDataMissing
-from perfcast_engine.interp.clamped import Held
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.ops.base import Quick, by_mode, measured, no_basis, no_slice, require, slice_of
 from perfcast_engine.ops.context_parallel import all_gather, chunk_of, csa_delta
@@ -116,6 +117,14 @@ class _Dsv4(SparseModule):
             return module * scale
 
         return ms
+
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
+        if not db.mode.shared:
+            return None
+        self.rates(db.system)
+        blend = self._surface(db).blend()
+        kind = Prefixed if self.context else Decode
+        return None if blend is None else (kind(blend, self.scale, self._excess(db)),)
 
     def _empirical(self, db: Database, at: Points) -> Answer:
         try:
@@ -224,6 +233,9 @@ class Dsv4Context(_Dsv4):
 
     def quick(self, db: Database) -> Quick | None:
         return super().quick(db) if self.cp <= 1 else None
+
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
+        return super().terms(db) if self.cp <= 1 else None
 
     def price(self, db: Database, at: Points) -> Answer:
         if self.cp <= 1:

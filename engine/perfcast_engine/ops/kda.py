@@ -83,6 +83,10 @@ class Kda(StateKernel):
         requests = np.maximum(1.0, np.round(batch / draft)) if draft > 0 else batch
         return cast(Number, requests), s * 0.0 + draft
 
+    @property
+    def requests_of(self) -> int:
+        return self.draft_tokens if self.phase == "verify" else 0
+
     def key(self, table: Table, kernel: str) -> tuple[Key, ...] | None:
         """Exactly this shape, else the nearest number of value heads of the same ``d_model``."""
         near = (kernel, self.phase)

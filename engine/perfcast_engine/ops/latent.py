@@ -176,9 +176,9 @@ class ContextBlock(LatentBlock):
 
         return whole if cp <= 1 else halves
 
-    def term(self, db: Database) -> Term | None:
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
         blend = self.surface(db).blend(float(self.heads)) if db.mode.shared else None
-        return None if blend is None else Causal(blend, self.scale, ranks=max(self.ranks, 1))
+        return None if blend is None else (Causal(blend, self.scale, ranks=max(self.ranks, 1)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +194,9 @@ class GenerationBlock(LatentBlock):
         heads, scale = float(self.heads), self.scale
         return lambda batch, s, prefix: read(heads, batch, s) * scale
 
-    def term(self, db: Database) -> Term | None:
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
         blend = self.surface(db).blend(float(self.heads)) if db.mode.shared else None
-        return None if blend is None else Decode(blend, self.scale)
+        return None if blend is None else (Decode(blend, self.scale),)
 
 
 def decode_quant(system: SystemSpec, kv_quant: str) -> QuantMode:

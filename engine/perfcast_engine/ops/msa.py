@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from perfcast_surface.terms import Term
 
 from perfcast_engine.answer import F64, Answer, Points, Source, Tier
 from perfcast_engine.errors import EngineError
@@ -88,6 +89,12 @@ class _Msa(BucketedModule):
             return None
         self.rates(db.system)
         return self.quick_of([(self.surface(db, False, "trtllm"), 1.0)])
+
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
+        if not db.mode.shared:
+            return None
+        self.rates(db.system)
+        return self.terms_of([(self.surface(db, False, "trtllm"), 1.0)])
 
     def _borrowed(self, db: Database, at: Points) -> Answer:
         """This module's roofline at the utilisation that the donor's module reaches at the same point."""

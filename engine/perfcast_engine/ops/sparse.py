@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from perfcast_surface.terms import Decode, Prefixed, Term
 
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source, Tier
@@ -128,6 +129,13 @@ class BucketedModule(SparseModule):
             return total * scale
 
         return ms
+
+    def terms_of(self, parts: Sequence[tuple[Surface, float]]) -> tuple[Term, ...] | None:
+        """The same as summands of a surface that leaves this process."""
+        kind: type[Prefixed] | type[Decode] = Prefixed if self.context else Decode
+        blends = [(surface.blend(float(self.heads)), share) for surface, share in parts]
+        terms = tuple(kind(blend, share * self.scale) for blend, share in blends if blend is not None)
+        return terms if len(terms) == len(parts) else None
 
     def own_surface(self, db: Database, surface: Surface) -> Surface | None:
         """The rows of ``surface`` at exactly this many heads, axes ``axes``; None if there are none."""

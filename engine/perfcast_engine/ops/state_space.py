@@ -14,6 +14,7 @@ from math import nan
 from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
+from perfcast_surface.terms import CHUNK, State, Term, Traffic
 
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.interp.grid import Grid
@@ -59,6 +60,11 @@ class StateKernel(Op):
         return batch, s if self.lengthy else s * 0.0
 
     @property
+    def requests_of(self) -> int:
+        """Tokens that make one request of the batch, where ``extent`` counts so; else 0."""
+        return 0
+
+    @property
     def lengthy(self) -> bool:
         return self.phase != "generation"
 
@@ -101,6 +107,26 @@ class StateKernel(Op):
             return read(batch, s) * scale if s > 0 else nan
 
         return measured
+
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
+        route = self.route(db)
+        if route is None:
+            return ()
+        surface = self._surface(db, route)
+        if surface is None:
+            return (self._traffic(db, route.kernel),)
+        blend = surface.blend()
+        return None if blend is None else (State(blend, self.scale, self.requests_of),)
+
+    def _traffic(self, db: Database, kernel: str) -> Traffic:
+        """``moved_bytes``, which is linear in tokens, requests and chunks, by its slopes."""
+
+        def ms(batch: float, s: float, tokens: float) -> float:
+            return db.system.memory_sol_ms(self.moved_bytes(kernel, batch, s, tokens))
+
+        per_request = ms(1.0, 0.0, 0.0)
+        per_chunk = ms(1.0, float(CHUNK), 0.0) - per_request
+        return Traffic(self.scale, ms(0.0, 0.0, 1.0), per_request, per_chunk, self.lengthy, self.requests_of)
 
     def quick_source(self, db: Database) -> Source:
         route = self.route(db)

@@ -7,8 +7,9 @@ kernel alone was measured on both: ``flat`` as in the modules, ``top_last`` as i
 from __future__ import annotations
 
 import numpy as np
+from perfcast_surface.blend import Held
 
-from perfcast_engine.interp.clamped import Held, reversed_axes
+from perfcast_engine.interp.clamped import held, reversed_axes
 from perfcast_engine.interp.grid import Grid
 from perfcast_engine.tables.database import Database
 
@@ -34,4 +35,4 @@ def _excess(db: Database, heads: int, variant: str) -> Held | None:
     if not len(here):
         return None
     excess = np.maximum(0.0, flat.ms[here] - last.ms[there])
-    return Held.of(reversed_axes(Grid.of([c[here] for c in flat.coords], excess)))
+    return held(reversed_axes(Grid.of([c[here] for c in flat.coords], excess)))

@@ -1,0 +1,70 @@
+"""Planes read together, and planes held at their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import nan
+
+import numpy as np
+
+from perfcast_surface.arrays import F64
+from perfcast_surface.plane import Plane
+
+
+@dataclass(frozen=True, eq=False)
+class Blend:
+    """Planes at one outer coordinate: the first, and each further one blended into it at its weight."""
+
+    parts: tuple[tuple[float, Plane], ...]
+
+    def at(self, *query: F64) -> F64:
+        ms = np.full(len(query[0]), np.nan)
+        for weight, plane in self.parts:
+            here = plane.at(*query)
+            ms = here if weight == 0 else ms + (here - ms) * weight
+        return ms
+
+    def one(self, *query: float) -> float:
+        ms = nan
+        for weight, plane in self.parts:
+            here = plane.one(*query)
+            ms = here if weight == 0 else ms + (here - ms) * weight
+        return ms
+
+    @property
+    def ends(self) -> tuple[float, ...]:
+        """The last knot of each axis that all planes reach."""
+        return tuple(map(min, zip(*(plane.ends for _, plane in self.parts), strict=True)))
+
+    def planes(self) -> list[Plane]:
+        return [plane for _, plane in self.parts]
+
+    def parameters(self) -> dict[str, float]:
+        return {f"weight_{i}": float(weight) for i, (weight, _) in enumerate(self.parts)}
+
+    @classmethod
+    def read(cls, parameters: Mapping[str, float], planes: Sequence[Plane], axes: int) -> Blend:
+        """ValueError where ``planes`` are none, or not over ``axes`` axes each."""
+        if not planes or any(len(plane.axes) != axes for plane in planes):
+            raise ValueError(f"needs planes over {axes} axes")
+        return cls(tuple((parameters[f"weight_{i}"], plane) for i, plane in enumerate(planes)))
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A plane on every axis of which a coordinate beyond the knots counts as the nearest of them."""
+
+    plane: Plane
+
+    @cached_property
+    def _ends(self) -> list[tuple[float, float]]:
+        return [(float(axis.knots[0]), float(axis.knots[-1])) for axis in self.plane.axes]
+
+    def at(self, *query: F64) -> F64:
+        return self.plane.at(*(np.clip(c, *ends) for c, ends in zip(query, self._ends, strict=True)))
+
+    def one(self, *query: float) -> float:
+        """``at`` for a single query."""
+        return self.plane.one(*(min(max(c, low), high) for c, (low, high) in zip(query, self._ends, strict=True)))
