@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from perfcast_server.settings import Settings, SettingsError, load
+from perfcast_server.settings import NotReady, Settings, SettingsError, load
 
 PROCESS_BEGAN = time.perf_counter()
 EXAMPLE = "predict --server {address} --model Qwen/Qwen3-32B-FP8 --system h200_sxm --backend trtllm --tp 4"
@@ -42,12 +42,15 @@ def serve(file: str | None, **flags: Any) -> None:
     Every setting may also stand in the environment as PERFCAST_<NAME>, or in the --config file. A flag wins over the
     environment, and that over the file.
     """
-    from perfcast_server.app import NotReady, run
-
     if flags["data"] is not None:
         flags["data"] = tuple(part for part in flags["data"].split(",") if part)
     try:
         settings = load(flags, file=file)
+        # A supervisor serves nothing itself and needs none of what its workers import.
+        if settings.workers > 1:
+            from perfcast_server.supervisor import run
+        else:
+            from perfcast_server.app import run  # type: ignore[assignment]
         asyncio.run(run(settings, _say_ready))
     except (SettingsError, NotReady) as error:
         raise click.ClickException(str(error)) from None

@@ -23,7 +23,7 @@ from perfcast_server.errors import ServiceError
 from perfcast_server.lifecycle import Health, Lifecycle, State
 from perfcast_server.metrics import Metrics
 from perfcast_server.rpc import Method, Rpc
-from perfcast_server.settings import Settings, SettingsError
+from perfcast_server.settings import NotReady, Settings, SettingsError, address
 
 log = logging.getLogger("perfcast.server")
 
@@ -41,25 +41,24 @@ def services(engines: Engines, settings: Settings, metrics: Metrics) -> dict[str
     return offered
 
 
-class NotReady(RuntimeError):
-    """No engine at all could be opened and probed."""
-
-
 class Server:
-    """One server in the running event loop: ``await start()``, then ``await stop()``."""
+    """One server in the running event loop: ``await start()``, then ``await stop()``.
 
-    def __init__(self, settings: Settings) -> None:
+    shared_port: whether other processes listen on the same port.
+    """
+
+    def __init__(self, settings: Settings, shared_port: bool = False) -> None:
         self.settings = settings
         self.lifecycle = Lifecycle()
         self.metrics = Metrics()
         self.address = ""
         self.metrics_port: int | None = None
-        self._pool = ThreadPoolExecutor(settings.workers or max(2, os.cpu_count() or 2), "predict")
+        self._pool = ThreadPoolExecutor(settings.threads or max(2, os.cpu_count() or 2), "predict")
         self._tasks: set[asyncio.Task[None]] = set()
         self._http: Any = None
         self.engines = Engines(settings, self.metrics, self._pool, self._announce)
         self._rpc = Rpc(settings, self.lifecycle, self.metrics)
-        self._grpc = grpc.aio.server(options=_options(settings))
+        self._grpc = grpc.aio.server(options=_options(settings, shared_port))
         offered = services(self.engines, settings, self.metrics)
         health = Health(self.lifecycle, offered, self.engines.__contains__)
         handlers = [self._rpc.handlers(name, methods) for name, methods in offered.items()]
@@ -68,12 +67,18 @@ class Server:
             reflection.add(self._grpc, (*offered, "grpc.health.v1.Health"))
 
     async def start(self) -> None:
-        """Listen, open the tables, answer a probe of each phase; only then say SERVING. Raises NotReady."""
+        """Listen, open the tables, answer a probe of each phase; only then say SERVING.
+
+        Raises SettingsError or NotReady.
+        """
         began = time.perf_counter()
         self._listen()
         await self._grpc.start()
         loop = asyncio.get_running_loop()
-        predictor = await loop.run_in_executor(self._pool, lambda: Predictor(roots=self.settings.data))
+        try:
+            predictor = await loop.run_in_executor(self._pool, lambda: Predictor(roots=self.settings.data))
+        except EngineError as error:
+            raise SettingsError(error.message) from None
         self.engines.adopt(predictor)
         await self._probe(predictor)
         await self.lifecycle.become(State.SERVING)
@@ -99,13 +104,15 @@ class Server:
         settings = self.settings
         try:
             if settings.host:
-                port = self._grpc.add_insecure_port(f"{settings.host}:{settings.port}")
-                self.address = f"{settings.host}:{port}"
+                port = self._grpc.add_insecure_port(address(settings.host, settings.port))
+                self.address = address(settings.host, port)
             if settings.unix_socket:
                 self._grpc.add_insecure_port(f"unix:{settings.unix_socket}")
                 self.address = self.address or f"unix:{settings.unix_socket}"
         except RuntimeError:
-            raise SettingsError(f"cannot listen on {settings.host}:{settings.port} {settings.unix_socket}") from None
+            raise SettingsError(
+                f"cannot listen on {address(settings.host, settings.port)} {settings.unix_socket}"
+            ) from None
         if settings.metrics_port >= 0:
             try:
                 self._http = self.metrics.serve(settings.metrics_host, settings.metrics_port)
@@ -151,7 +158,7 @@ def _probe_configs(predictor: Predictor) -> Iterator[common_pb2.EngineConfig]:
                     )
 
 
-def _options(settings: Settings) -> list[tuple[str, int]]:
+def _options(settings: Settings, shared_port: bool) -> list[tuple[str, int]]:
     age = int(settings.max_connection_age_s * 1000)
     return [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -161,7 +168,7 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 3),
         ("grpc.max_connection_age_ms", age),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shared_port)),
     ]
 
 

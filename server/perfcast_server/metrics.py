@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 
 RPC = ("grpc_type", "grpc_service", "grpc_method")
 RPC_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
@@ -17,6 +17,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
         self.started = Counter("grpc_server_started", "RPCs started", RPC, registry=registry)
         self.handled = Counter("grpc_server_handled", "RPCs finished", (*RPC, "grpc_code"), registry=registry)
         self.seconds = Histogram(

@@ -16,6 +16,15 @@ class SettingsError(ValueError):
     """A setting is unknown or malformed; says where it came from."""
 
 
+class NotReady(RuntimeError):
+    """No engine at all could be opened and probed."""
+
+
+def address(host: str, port: int) -> str:
+    """As clients spell it, for names and for addresses of both families."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -30,7 +39,8 @@ class Settings:
     metrics_host: str = _setting("127.0.0.1", "address of the metrics endpoint")
     metrics_port: int = _setting(9464, "HTTP port of the Prometheus metrics; 0 picks a free one, -1 is off")
     data: tuple[str, ...] = _setting((), "roots with measured packs, searched before the shipped ones")
-    workers: int = _setting(0, "threads for heavy predictions; 0 means one per core, at least 2")
+    workers: int = _setting(1, "processes that share the port; each has caches and limits of its own")
+    threads: int = _setting(0, "threads of a process for heavy predictions; 0 means one per core, at least 2")
     max_concurrent_requests: int = _setting(256, "requests in work or waiting; more are refused at once")
     max_streams: int = _setting(64, "step streams open at once; more are refused at once")
     max_points_per_request: int = _setting(1_000_000, "points of one request; each sample of a trajectory is one")
@@ -61,6 +71,8 @@ class Settings:
             least = -1 if item.name == "metrics_port" else 1 if item.name.startswith("max_") else 0
             if isinstance(value, int | float) and not value >= least:
                 raise SettingsError(f"{item.name}: {value} is less than {least}")
+        if self.workers < 1 or (self.workers > 1 and (self.unix_socket or not self.host)):
+            raise SettingsError("workers: several can share a TCP port, not a Unix socket")
         if max(self.port, self.metrics_port) > 65535:
             raise SettingsError("a port is larger than 65535")
 

@@ -256,7 +256,7 @@ def test_a_port_in_use_is_a_settings_error(served: Running) -> None:
 
 
 def test_a_server_whose_data_root_is_no_folder_does_not_start() -> None:
-    with pytest.raises(Exception, match="is not a folder"), running(data=("/nowhere",)):
+    with pytest.raises(SettingsError, match="is not a folder"), running(data=("/nowhere",)):
         pass
 
 

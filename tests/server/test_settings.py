@@ -15,10 +15,10 @@ def write(path: Path, text: str) -> str:
 
 
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
-    file = write(tmp_path / "p.toml", 'port = 1\nhost = "a"\nworkers = 3\n')
+    file = write(tmp_path / "p.toml", 'port = 1\nhost = "a"\nthreads = 3\n')
     environment = {"PERFCAST_PORT": "2", "PERFCAST_HOST": "b", "OTHER": "x"}
     settings = load({"port": 4, "host": None}, environment, file)
-    assert (settings.port, settings.host, settings.workers) == (4, "b", 3)
+    assert (settings.port, settings.host, settings.threads) == (4, "b", 3)
 
 
 @pytest.mark.parametrize("name", ["p.yaml", "p.yml"])

@@ -1,0 +1,121 @@
+"""Several worker processes behind one port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+from perfcast_client import Client, EngineConfig, Prefill
+from perfcast_server.totals import Totals
+
+from tests.server.running import Process, eventually, process
+
+CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
+STEP = {"grpc_type": "unary", "grpc_service": "perfcast.v1.Prediction", "grpc_method": "PredictStep"}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Process]:
+    with process("--workers", "2") as served:
+        yield served
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ask(served: Process, connections: int) -> None:
+    """One call over each of so many connections; the kernel deals them out among the workers."""
+    for number in range(connections):
+        with Client(served.address) as client:
+            assert client.predict(CONFIG, Prefill(1, 128 + number)).latency_ms > 0
+
+
+def test_both_workers_answer_and_the_metrics_are_their_sum(pair: Process) -> None:
+    before = pair.metric("grpc_server_handled_total", **STEP, grpc_code="OK")
+    ask(pair, 24)
+    metrics = pair.metrics()
+    assert metrics["grpc_server_handled_total", frozenset({**STEP, "grpc_code": "OK"}.items())] == before + 24
+    assert metrics["grpc_server_handling_seconds_count", frozenset(STEP.items())] == before + 24
+    assert metrics["engine_cache_entries", frozenset()] == 2  # the one engine, in each
+    assert metrics["server_workers", frozenset()] == 2
+    assert len(set(pair.worker_pids().values())) == 2
+
+
+def test_a_killed_worker_is_replaced_and_what_it_counted_stays(pair: Process) -> None:
+    ask(pair, 8)
+    counted = pair.metric("grpc_server_started_total", **STEP)
+    old = pair.worker_pids()
+    os.kill(old[0], signal.SIGKILL)
+    eventually(lambda: pair.worker_pids()[0] != old[0])
+    assert pair.worker_pids()[1] == old[1]
+    assert pair.metric("grpc_server_started_total", **STEP) == counted
+    assert pair.metric("server_worker_restarts_total") == 1
+    ask(pair, 8)
+    assert pair.metric("grpc_server_started_total", **STEP) == counted + 8
+
+
+def test_a_port_in_use_is_refused(pair: Process) -> None:
+    port = pair.address.rpartition(":")[2]
+    with process("--workers", "2", "--port", port) as second:
+        assert second.popen.wait(30) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in second.output
+
+
+def test_sigterm_drains_all_workers() -> None:
+    with process("--workers", "2") as served:
+        ask(served, 1)
+        pids = list(served.worker_pids().values())
+        assert served.end() == 0
+        assert not any(map(alive, pids))
+        assert len(served.logged("draining")) == 2
+        with socket.socket() as probe:
+            host, port = served.address.split(":")
+            assert probe.connect_ex((host, int(port))) != 0
+
+
+def test_workers_end_with_their_supervisor() -> None:
+    with process("--workers", "2") as served:
+        ask(served, 1)
+        pids = list(served.worker_pids().values())
+        served.end(signal.SIGKILL)
+        eventually(lambda: not any(map(alive, pids)))
+
+
+def test_workers_that_cannot_start_end_the_start() -> None:
+    with process("--workers", "2", "--data", "/nowhere") as served:
+        assert served.popen.wait(30) == 1
+    assert "is not a folder" in served.output
+    assert "Traceback" not in served.output
+
+
+def test_a_unix_socket_cannot_be_shared(tmp_path) -> None:
+    with process("--workers", "2", "--unix-socket", str(tmp_path / "s")) as served:
+        assert served.popen.wait(30) == 1
+    assert "workers: several can share a TCP port, not a Unix socket" in served.output
+
+
+def test_totals_keep_what_ended_processes_counted_but_not_what_they_held() -> None:
+    def told(counted: float, held: float, began: float) -> list:
+        return [
+            ["calls", "counter", "Calls", [["calls_total", {"code": "OK"}, counted]]],
+            ["held", "gauge", "Held", [["held", {}, held]]],
+            ["process_start_time_seconds", "gauge", "Begin", [["process_start_time_seconds", {}, began]]],
+        ]
+
+    totals = Totals()
+    totals.update(0, told(5, 1, 100))
+    totals.update(1, told(7, 2, 50))
+    totals.update(0, told(6, 4, 100))
+    assert [sample.value for family in totals.families() for sample in family.samples] == [13, 6, 50]
+    totals.end(1)
+    totals.update(1, told(1, 0, 200))
+    values = {sample.name: sample.value for family in totals.families() for sample in family.samples}
+    assert values == {"calls_total": 14, "held": 4, "process_start_time_seconds": 100}
