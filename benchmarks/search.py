@@ -23,6 +23,7 @@ from perfcast_engine.search.task import SearchTask
 from perfcast_engine.serving.aggregated import aggregated
 from perfcast_engine.serving.worker import worker_of
 from perfcast_engine.serving.workload import Targets, Workload
+from perfcast_engine.shared import Shared
 
 from benchmarks.processes import Peer
 
@@ -77,7 +78,7 @@ def estimate(predictor: Predictor) -> Arm:
     fields |= {"isl": LOAD.isl, "osl": LOAD.osl, "prefix": LOAD.prefix, "batch_size": 16, "tp_size": 4}
 
     def run() -> float:
-        worker = worker_of(predictor.engine(replace(config)).resolved, {})
+        worker = worker_of(predictor.engine(replace(config)).resolved, Shared())
         return float(aggregated(worker, LOAD, 16, LOAD.isl).rows["ttft_ms"][0])
 
     return Arm("estimate", run, ("estimate", fields))

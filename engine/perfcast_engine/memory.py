@@ -137,17 +137,17 @@ class MemoryModel:
         """Bytes held with ``batch`` sequences of isl + beam * osl tokens (or ``max_seq_len``), ``num_tokens`` in flight
         (0: the uncached prompts). ``drafted``: how many of those carry draft tokens (None: all); ``encoder``: weights
         and activations of a vision encoder in the same process."""
-        batch, isl, osl, tokens, prefix, beam = np.broadcast_arrays(
-            *(np.atleast_1d(np.asarray(v, np.float64)) for v in (batch, isl, osl, num_tokens, prefix, beam))
+        batch, isl, osl, tokens, prefix, beam = (
+            np.atleast_1d(np.asarray(v, np.float64)) for v in (batch, isl, osl, num_tokens, prefix, beam)
         )
-        tokens = np.where(tokens == 0, (isl - prefix) * batch, tokens)
-        length = isl + beam * osl if max_seq_len is None else np.broadcast_to(np.asarray(max_seq_len, float), isl.shape)
-        full = np.ones_like(tokens)
+        full = np.ones_like(batch + isl + osl + tokens + prefix + beam)
+        tokens = np.where(tokens == 0, (isl - prefix) * batch, tokens) * full
+        length = isl + beam * osl if max_seq_len is None else np.atleast_1d(np.asarray(max_seq_len, np.float64))
         other = self.system.other_mem * (1 + self.backend.other_overhead)
         return Footprint(
             full * (self.weight_bytes / self.pp + encoder[0]),
             self._activations(tokens, drafted, mtp) + encoder[1],
-            batch * self.kv_bytes(length),
+            full * batch * self.kv_bytes(length),
             full * self.system.nccl_mem.get(self.width, 0.0),
             full * other,
         )

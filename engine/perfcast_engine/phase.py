@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer, Miss, Points, Source
+from perfcast_engine.answer import F64, Answer, Miss, Points
 from perfcast_engine.errors import EngineError
 from perfcast_engine.ops.base import Op, Reads, Role
 from perfcast_engine.quick import QuickPhase, quick_terms
@@ -23,14 +23,15 @@ class Phase:
 
     ``logits_apart``: the logits operator has a token count of its own (prefill). ``split_by_role``: attention is what
     plays Role.ATTENTION (the reference); otherwise it is every operator that reads the sequence. ``table`` keeps the
-    token-only part.
+    token-only part; ``evaluate`` prices an operator that is not in it.
     """
 
     ops: tuple[Op, ...]
     db: Database
     logits_apart: bool
     split_by_role: bool
-    table: type[CountTable] = TokenTable
+    table: Callable[[Sequence[Op], Database], CountTable] = TokenTable
+    evaluate: Callable[[Op, Database, Points], Answer] = Op.evaluate
 
     def _is_attention(self, op: Op) -> bool:
         return op.role is Role.ATTENTION if self.split_by_role else op.reads is Reads.SEQUENCE
@@ -45,8 +46,8 @@ class Phase:
     @cached_property
     def others(self) -> tuple[Op, ...]:
         """What reads the sequence and is not attention."""
-        kept = {id(op) for op in (*self.attention, *self.tokens.ops, *self.logits.ops, *self.requests.ops)}
-        return tuple(op for op in self.ops if id(op) not in kept)
+        rest = (op for op in self.ops if op.reads is Reads.SEQUENCE and not self._is_logits(op))
+        return tuple(op for op in rest if not self._is_attention(op))
 
     @cached_property
     def tokens(self) -> CountTable:
@@ -58,9 +59,10 @@ class Phase:
         return self.table([op for op in self.ops if self._is_logits(op)], self.db)
 
     @cached_property
-    def requests(self) -> TokenTable:
+    def requests(self) -> CountTable:
         """What depends on the request count alone, over that count."""
-        return TokenTable([op for op in self.ops if op.reads is Reads.BATCH and not self._is_attention(op)], self.db)
+        ops = [op for op in self.ops if op.reads is Reads.BATCH and not self._is_attention(op)]
+        return self.table(ops, self.db)
 
     @property
     def nbytes(self) -> int:
@@ -84,10 +86,10 @@ class Phase:
             result += _looked_up(self.logits, logits_x)
         if self.requests.ops:
             result += _looked_up(self.requests, at.batch)
-        return result + _summed(self.others, self.db, at) if self.others else result
+        return result + self._summed(self.others, at) if self.others else result
 
     def price_attention(self, at: Points, operators: bool) -> StepResult:
-        return self._listed(self.attention, at, at.x) if operators else _summed(self.attention, self.db, at)
+        return self._listed(self.attention, at, at.x) if operators else self._summed(self.attention, at)
 
     def price(self, at: Points, logits_x: F64, operators: bool) -> StepResult:
         if operators:
@@ -96,19 +98,17 @@ class Phase:
 
     def _listed(self, ops: Iterable[Op], at: Points, logits_x: F64) -> StepResult:
         parts = ((op, at.with_(x=logits_x) if self._is_logits(op) else at) for op in ops)
-        return combined([(op.name, _evaluate(op, self.db, where)) for op, where in parts], len(at), listed=True)
+        return combined([(op.name, self._evaluate(op, where)) for op, where in parts], len(at), listed=True)
 
+    def _summed(self, ops: Sequence[Op], at: Points) -> StepResult:
+        return combined([(op.name, self._evaluate(op, at)) for op in ops], len(at), listed=False)
 
-def _evaluate(op: Op, db: Database, at: Points) -> Answer:
-    """An operator's answer; an error that it raises is a miss of every point."""
-    try:
-        return op.evaluate(db, at)
-    except EngineError as error:
-        return Answer.of(np.full(len(at), np.nan), Source.SILICON, miss=error)
-
-
-def _summed(ops: Sequence[Op], db: Database, at: Points) -> StepResult:
-    return combined([(op.name, _evaluate(op, db, at)) for op in ops], len(at), listed=False)
+    def _evaluate(self, op: Op, at: Points) -> Answer:
+        """An operator's answer; an error that it raises is a miss of every point."""
+        try:
+            return self.evaluate(op, self.db, at)
+        except EngineError as error:
+            return Answer.none(len(at), error)
 
 
 def _looked_up(table: CountTable, x: F64) -> StepResult:

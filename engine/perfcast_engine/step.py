@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,9 +22,9 @@ from perfcast_engine.profiles import (
     Profile,
 )
 from perfcast_engine.quick import QuickStep
+from perfcast_engine.shared import Shared
 from perfcast_engine.step_result import StepResult, blanked, gathered
 from perfcast_engine.tables.database import Database
-from perfcast_engine.token_table import CountTable
 
 MAX_COUNT = 2**32 - 1
 MAX_SAMPLES = 1_000_000  # of all trajectories in one call; bounds memory and time
@@ -49,16 +48,13 @@ class RankWork:
         return RankWork(*(getattr(self, name)[which] for name in self.__slots__))
 
 
-Phases = dict[Hashable, Phase]
-
-
 @dataclass(frozen=True)
 class StepModel:
     """The steps of one engine: operator lists of prefill and decode against one database.
 
     ``nextn``: speculative draft depth; decode steps carry nextn + 1 query tokens per request. ``profile`` says which
-    faults of the reference's mixed steps are reproduced. ``shared``: phases of the engines of one search, which
-    often have one in common and are asked a few times only.
+    faults of the reference's mixed steps are reproduced. ``shared``: what the engines of one search
+    have in common.
     """
 
     context: tuple[Op, ...]
@@ -66,7 +62,7 @@ class StepModel:
     db: Database
     nextn: int = 0
     profile: Profile = CORRECTED
-    shared: Phases | None = field(default=None, compare=False)
+    shared: Shared | None = field(default=None, compare=False)
 
     @cached_property
     def rules(self) -> StepRules:
@@ -89,8 +85,7 @@ class StepModel:
         split = self.profile[ATTENTION_BY_ROLE]
         if self.shared is None:
             return Phase(ops, self.db, logits_apart, split)
-        key = (ops, id(self.db), logits_apart, split)
-        return self.shared.setdefault(key, Phase(ops, self.db, logits_apart, split, CountTable))
+        return self.shared.phase(ops, self.db, logits_apart, split)
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer, Points, Source, total
+from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.ops.base import Op
 from perfcast_engine.tables.database import Database
 
@@ -26,12 +26,12 @@ class Column(NamedTuple):
     tier: np.ndarray
     energy: F64
 
+    def plus(self, other: Column) -> Column:
+        tier = np.maximum(self.tier, other.tier)
+        return Column(self.ms + other.ms, self.by_source + other.by_source, tier, self.energy + other.energy)
+
     def take(self, which: np.ndarray) -> Column:
         return Column(self.ms[which], self.by_source[which], self.tier[which], self.energy[which])
-
-
-def column_of(answer: Answer, by_source: F64) -> Column:
-    return Column(answer.ms, by_source, answer.tier, answer.energy)
 
 
 def sum_by_source(answers: Sequence[Answer], n: int) -> F64:
@@ -80,8 +80,11 @@ class CountTable:
 
     def evaluate(self, counts: np.ndarray) -> Column:
         """Sums at ``counts`` straight from the operators."""
-        answers = self.answers(counts.astype(np.float64))
-        return column_of(total(answers, len(counts)), sum_by_source(answers, len(counts)))
+        answers, n = self.answers(counts.astype(np.float64)), len(counts)
+        ms, energy, tier = np.zeros(n), np.zeros(n), np.zeros(n, np.uint8)
+        for answer in answers:
+            ms, energy, tier = ms + answer.ms, energy + answer.energy, np.maximum(tier, answer.tier)
+        return Column(ms, sum_by_source(answers, n), tier, energy)
 
     def answers(self, x: F64) -> list[Answer]:
         at = Points.of(x, 1, 0, x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig
@@ -62,8 +62,10 @@ class Engine:
         return self.plan.deployment.nextn
 
 
-def resolve(config: EngineConfig, catalog: Catalog, registry: Registry) -> Engine:
-    """The engine that ``config`` describes.
+def resolve(
+    config: EngineConfig, catalog: Catalog, registry: Registry, plans: dict[Hashable, ModelPlan] | None = None
+) -> Engine:
+    """The engine that ``config`` describes. ``plans``: of those that differ in mapping, role or data only.
 
     Raises UnknownName, InvalidField and UnsupportedCombination for what cannot be, PerfDataMissing where there are no
     tables, or none that let experts span nodes.
@@ -85,7 +87,13 @@ def resolve(config: EngineConfig, catalog: Catalog, registry: Registry) -> Engin
         nextn=drafted(config, spec),
         comm=comm,
     )
-    return Engine(config, with_lanes(build(deployment), db), db)
+    key = id(db), parallel, modes, comm
+    plan = plans.get(key) if plans is not None else None
+    if plan is None:
+        plan = with_lanes(build(deployment), db)
+        if plans is not None:
+            plans[key] = plan
+    return Engine(config, plan, db)
 
 
 def drafted(config: EngineConfig, spec: ModelSpec) -> int:

@@ -80,7 +80,9 @@ class Op(ABC):
 
     def evaluate(self, db: Database, at: Points) -> Answer:
         """Latency of all instances at N points."""
-        return self.price(db, at).clamped().scaled(self.scale)
+        priced = self.price(db, at)
+        ms, energy = np.maximum(priced.ms, 0.0) * self.scale, np.maximum(priced.energy, 0.0) * self.scale
+        return Answer(ms, priced.source, priced.tier, energy, priced.misses)
 
     def quick(self, db: Database) -> Quick | None:
         """For one point at a time, without arrays: ms of all instances by (batch, s, prefix) at no imbalance, NaN where

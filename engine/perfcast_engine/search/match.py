@@ -166,13 +166,17 @@ def _shortlists(prefill: Role, decode: Role, pairs: Sequence[Pair]) -> list[tupl
     bounds = np.flatnonzero(np.diff(decode.group, prepend=-1, append=decode.group[-1] + 1))
     rate, tpot = decode.rows["requests_per_s_per_gpu"], decode.rows["tpot_ms"]
     lists: list[tuple[Index, Index]] = []
+    best: dict[bytes, Index] = {}  # of a group, by which of its rows meet the target
     for ttft_limit, tpot_limit in pairs:
         p = np.flatnonzero(prefill.rows["ttft_ms"] < ttft_limit)[:PREFILL_KEPT]
         fits = (tpot > 0) & (tpot < tpot_limit)
         chosen = []
         for low, high in pairwise(bounds):
-            members = low + np.flatnonzero(fits[low:high])
-            chosen.append(members[descending(rate[members])[:DECODE_KEPT]])
+            key = low.tobytes() + fits[low:high].tobytes()
+            if key not in best:
+                members = low + np.flatnonzero(fits[low:high])
+                best[key] = members[descending(rate[members])[:DECODE_KEPT]]
+            chosen.append(best[key])
         d = np.concatenate(chosen)
         if len(p) and len(d) and not (lists and all(map(np.array_equal, lists[-1], (p, d)))):
             lists.append((p, d))

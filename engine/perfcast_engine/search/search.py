@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -126,13 +126,9 @@ class _Run:
             elif swept.rows is not None and len(swept.rows):
                 parts.append(swept.rows.with_(engine=np.full(len(swept.rows), len(self.engines))))
                 self.engines.append(candidate)
-            self._tell(done, len(asked), parts if report else [])
+            found = tuple(parts) if report else ()
+            self.progress(Progress(self.mode, self.task.engine.backend, done, len(asked), found, self._front))
         return concatenated(parts)
-
-    def _tell(self, done: int, total: int, parts: Sequence[Rows]) -> None:
-        rows = concatenated(parts)
-        best = self._front(rows) if len(rows) else np.zeros(0, np.intp)
-        self.progress(Progress(self.mode, self.task.engine.backend, done, total, rows, best))
 
     def aggregated(self) -> Experiment:
         task = self.task
@@ -207,6 +203,8 @@ class _Run:
         return np.unique([worker.label for worker in self.engines], return_inverse=True)[1][engine]
 
     def _front(self, rows: Rows) -> match.Index:
+        if not len(rows):
+            return np.zeros(0, np.intp)
         score = self.task.score(rows)
         return front(rows, score, self.task.targets, self.task.strict_sla)
 
@@ -249,7 +247,7 @@ class _Run:
             rows=rows,
             engines=tuple(self.engines),
             pick=best,
-            front=self._front(rows) if len(rows) else np.zeros(0, np.intp),
+            front=self._front(rows),
             closest=nearest,
             missed=missed,
             asked=self.asked,

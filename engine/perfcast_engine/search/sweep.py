@@ -83,12 +83,9 @@ def _best_under(rows: Rows, pairs: Sequence[Pair]) -> Rows:
     limits = np.array(pairs)
     meets = (rows["tpot_ms"] <= limits[:, 1:]) & (rows["ttft_ms"] <= limits[:, :1])
     best: dict[int, None] = {}
-    last = None
-    for row in meets:
-        if last is None or not np.array_equal(row, last):
-            where = np.flatnonzero(row)
-            best.update(dict.fromkeys(where[descending(rate[where])[:KEPT_PER_TARGET]].tolist()))
-        last = row
+    for row in meets[np.concatenate([[True], (meets[1:] != meets[:-1]).any(axis=1)])]:
+        where = np.flatnonzero(row)
+        best.update(dict.fromkeys(where[descending(rate[where])[:KEPT_PER_TARGET]].tolist()))
     return rows.take(np.fromiter(best, np.intp)).rounded()
 
 
@@ -102,14 +99,8 @@ def sweep_role(worker: Worker, load: Workload, batches: F64, phases: Phases, lim
     fits = bool((~out).any()), bool(kept.any())
     if not kept.any():
         return Sweep(None, None, *fits)
-    served = static(
-        worker,
-        load,
-        batches[kept],
-        phases,
-        correction=corrections[decode],
-        memory=memory.take(kept),
-    )
+    factor, memory = corrections[decode], memory.take(kept)
+    served = static(worker, load, batches[kept], phases, correction=factor, memory=memory)
     try:
         miss = served.first_miss()
     except EngineError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from perfcast_engine.search.match import Index, Replica
 from perfcast_engine.search.pick import Load, Objective, Pick, Violation, cluster_throughput
 from perfcast_engine.search.space import Space
 from perfcast_engine.serving.disaggregated import Matching
-from perfcast_engine.serving.rows import Rows
+from perfcast_engine.serving.rows import Rows, concatenated
 from perfcast_engine.serving.worker import Worker
 from perfcast_engine.serving.workload import KvTransfer, Targets, Workload
 from perfcast_engine.system import SystemSpec
@@ -174,13 +175,21 @@ class SearchResult:
         return min(near, key=lambda e: max(v.excess for v in e.missed), default=None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Progress:
-    """How far a search is: engines priced of all, in which experiment, and the rows found in it so far."""
+    """How far a search is: engines priced of all, in which experiment, and what was found in it so far."""
 
     mode: str
     backend: str
     done: int
     total: int
-    rows: Rows
-    front: Index
+    parts: tuple[Rows, ...]
+    rank: Callable[[Rows], Index]
+
+    @cached_property
+    def rows(self) -> Rows:
+        return concatenated(self.parts)
+
+    @cached_property
+    def front(self) -> Index:
+        return self.rank(self.rows)

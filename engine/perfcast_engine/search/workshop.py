@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.errors import EngineError
+from perfcast_engine.models.build import ModelPlan
 from perfcast_engine.models.large_ep import FAMILIES as LARGE_EP_FAMILIES
 from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.resolve import modes_and_comm, resolve
@@ -14,7 +15,7 @@ from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.search.space import EP_SIZES
 from perfcast_engine.search.task import Candidate
 from perfcast_engine.serving.worker import worker_of
-from perfcast_engine.step import Phases
+from perfcast_engine.shared import Shared
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import TRANSFER_PRESETS
@@ -26,7 +27,8 @@ class TableWorkshop:
 
     catalog: Catalog
     registry: Registry
-    _phases: Phases = field(default_factory=dict, repr=False)
+    _shared: Shared = field(default_factory=Shared, repr=False)
+    _plans: dict[Hashable, ModelPlan] = field(default_factory=dict, repr=False)
 
     def model(self, config: EngineConfig) -> ModelSpec:
         spec = config.model if isinstance(config.model, ModelSpec) else self.registry.get(config.model)
@@ -56,6 +58,7 @@ class TableWorkshop:
     def workers(self, config: EngineConfig, mappings: Sequence[ParallelConfig]) -> Iterator[Candidate]:
         for mapping in mappings:
             try:
-                yield worker_of(resolve(replace(config, parallel=mapping), self.catalog, self.registry), self._phases)
+                engine = resolve(replace(config, parallel=mapping), self.catalog, self.registry, self._plans)
+                yield worker_of(engine, self._shared)
             except EngineError as error:
                 yield error

@@ -16,7 +16,8 @@ from perfcast_engine.profiles import Profile
 from perfcast_engine.serving.encoder import Encoder
 from perfcast_engine.serving.rows import Rows
 from perfcast_engine.serving.workload import Workload
-from perfcast_engine.step import Phases, StepModel
+from perfcast_engine.shared import Shared
+from perfcast_engine.step import StepModel
 from perfcast_engine.step_result import StepResult
 
 
@@ -58,7 +59,7 @@ class Worker:
         return self.encoder.bytes(load.images, batch) if self.encoder else (0.0, np.zeros(len(batch)))
 
 
-def worker_of(engine: Engine, shared: Phases | None = None) -> Worker:
+def worker_of(engine: Engine, shared: Shared | None = None) -> Worker:
     """The serving view of a resolved engine. ``shared``: see StepModel."""
     plan, db, d = engine.plan, engine.db, engine.plan.deployment
     spec, x = d.spec, d.spec.x
