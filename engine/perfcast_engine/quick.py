@@ -20,24 +20,35 @@ from perfcast_engine.token_table import CountTable
 Terms = tuple[tuple[Quick, Source], ...]
 
 
-@dataclass(slots=True)
 class QuickStep:
-    """One step. by_source: ms (5,) per Source. Adding is in place."""
+    """One step, summed up in place; where its latency comes from is worked out when it is asked for."""
 
-    ms: float
-    by_source: F64
+    __slots__ = ("_counts", "_terms", "ms")
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self._counts: list[tuple[CountTable, int]] = []
+        self._terms: list[tuple[Source, float]] = []
 
     def add(self, table: CountTable, count: int) -> None:
-        if table.ops:
-            ms, shares = table.one(count)
-            self.ms += ms
-            self.by_source += shares
+        self.ms += table.one(count)
+        self._counts.append((table, count))
 
     def add_terms(self, terms: Terms, batch: float, s: float, prefix: float, weight: float = 1.0) -> None:
         for quick, source in terms:
             ms = quick(batch, s, prefix) * weight
             self.ms += ms
-            self.by_source[source] += ms
+            self._terms.append((source, ms))
+
+    @property
+    def by_source(self) -> F64:
+        """ms (5,) per Source."""
+        shares = np.zeros(len(Source))
+        for table, count in self._counts:
+            shares += table.shares(count)
+        for source, ms in self._terms:
+            shares[source] += ms
+        return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +63,14 @@ class QuickPhase:
 
     def shared(self, batch: int, s: int, prefix: int, x: int, logits_x: int) -> QuickStep:
         """Everything but attention."""
-        step = QuickStep(0.0, np.zeros(len(Source)))
+        step = QuickStep()
         step.add(self.tokens, x)
-        step.add(self.logits, logits_x)
-        step.add(self.requests, batch)
-        step.add_terms(self.others, batch, s, prefix)
+        if self.logits.ops:
+            step.add(self.logits, logits_x)
+        if self.requests.ops:
+            step.add(self.requests, batch)
+        if self.others:
+            step.add_terms(self.others, batch, s, prefix)
         return step
 
 

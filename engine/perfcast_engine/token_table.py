@@ -67,10 +67,14 @@ class CountTable:
             self._known = counts, kept
         return kept.take(np.searchsorted(counts, asked)[back])
 
-    def one(self, count: int) -> tuple[float, F64]:
-        """The sum at one count, NaN where an operator misses it, and its share (5,) by Source."""
-        column = self(np.array([float(count)]))
-        return float(column.ms[0]), column.by_source[0]
+    def one(self, count: int) -> float:
+        """The sum at one count, NaN where an operator misses it."""
+        return float(self(np.array([float(count)])).ms[0])
+
+    def shares(self, count: int) -> F64:
+        """The sum at one count by Source (5,)."""
+        shares: F64 = self(np.array([float(count)])).by_source[0]
+        return shares
 
     @property
     def nbytes(self) -> int:
@@ -111,10 +115,10 @@ class TokenTable(CountTable):
         self._fill(counts)
         return self._kept.take(counts)
 
-    def one(self, count: int) -> tuple[float, F64]:
-        if count >= LIMIT or not (count < len(self._filled) and self._filled[count]):
-            return super().one(count)
-        return self._kept.ms.item(count), self._kept.by_source[count]
+    def one(self, count: int) -> float:
+        if count < len(self._filled) and self._filled.item(count):
+            return self._kept.ms.item(count)
+        return super().one(count)
 
     @property
     def nbytes(self) -> int:
