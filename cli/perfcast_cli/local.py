@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import cached_property
+from time import perf_counter
+from typing import Any, TypeVar
 
+from google.protobuf.message import Message
+from perfcast.v1 import search_pb2
 from perfcast_client.calls import Call
 from perfcast_client.client import Client, Questions
-from perfcast_client.errors import from_detail
+from perfcast_client.errors import DeadlineExceeded, from_detail
 from perfcast_engine.errors import EngineError
 from perfcast_engine.predictor import Predictor
-from perfcast_server.app import services
-from perfcast_server.engines import Engines
+from perfcast_engine.search.task import Cancelled
+from perfcast_server import searching
 from perfcast_server.errors import ServiceError, refusal
-from perfcast_server.metrics import Metrics
-from perfcast_server.rpc import Unary
 from perfcast_server.settings import Settings
 
 T = TypeVar("T")
@@ -26,25 +30,88 @@ class Local(Questions):
     """Answers from ``roots`` and the embedded data."""
 
     def __init__(self, roots: Sequence[str] = ()) -> None:
-        settings, metrics = Settings(), Metrics()
+        self._settings = Settings()
+        self._roots = roots
+
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return Predictor(roots=self._roots)
+
+    @cached_property
+    def _methods(self) -> dict[str, Any]:
+        """By path, what a server answers with; a search needs none of it."""
+        from perfcast_server.app import services
+        from perfcast_server.engines import Engines
+        from perfcast_server.metrics import Metrics
+        from perfcast_server.rpc import Unary
+        from perfcast_server.searchers import Searchers
+
+        settings, metrics = self._settings, Metrics()
         engines = Engines(settings, metrics, ThreadPoolExecutor(1))
-        engines.adopt(Predictor(roots=roots))
-        self._methods = {
+        engines.adopt(self._predictor)
+        return {
             f"/{service}/{method.name}": method
-            for service, methods in services(engines, settings, metrics).items()
+            for service, methods in services(engines, Searchers(settings, metrics), settings, metrics).items()
             for method in methods
             if isinstance(method, Unary)
         }
 
     def _run(self, call: Call[T], deadline_s: float | None) -> T:
-        async def answer() -> T:
-            return call.read(await self._methods[call.path].answer(call.inline or call.request))
-
         try:
-            return asyncio.run(answer())
-        except (EngineError, ServiceError) as error:
-            told = refusal(error).detail()
-            raise from_detail(told.reason, told.message, told.metadata) from None
+            if isinstance(call.request, search_pb2.RecommendRequest):
+                ended = _Deadline(deadline_s or call.deadline_s)
+                return call.read(searching.recommend(call.request, self._predictor, self._settings, ended))
+            return call.read(asyncio.run(self._methods[call.path].answer(call.inline or call.request)))
+        except Exception as error:
+            raise _told(error) from None
+
+    def _stream(self, call: Call[T], deadline_s: float | None) -> Generator[T, None, None]:
+        events: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        ended = _Deadline(deadline_s or call.deadline_s)
+        threading.Thread(target=self._search, args=(call.request, events.put, ended), daemon=True).start()
+        try:
+            result = False
+            while not result:
+                event = events.get()
+                if isinstance(event, BaseException):
+                    raise _told(event) from None
+                result = event.HasField("result")
+                yield call.read(event)
+        finally:
+            ended.at = 0.0
+
+    def _search(self, request: Any, put: Any, ended: _Deadline) -> None:
+        try:
+            result = searching.search(
+                request,
+                self._predictor,
+                self._settings,
+                lambda progress: put(search_pb2.SearchResponse(progress=progress)),
+                ended,
+            )
+            put(search_pb2.SearchResponse(result=result))
+        except BaseException as error:
+            put(error)
+
+
+class _Deadline:
+    """Whether the time is up."""
+
+    def __init__(self, seconds: float) -> None:
+        self.at = perf_counter() + seconds
+
+    def __call__(self) -> bool:
+        return perf_counter() >= self.at
+
+
+def _told(error: BaseException) -> BaseException:
+    """As a client tells it."""
+    if isinstance(error, EngineError | ServiceError):
+        told = refusal(error).detail()
+        return from_detail(told.reason, told.message, told.metadata)
+    if isinstance(error, Cancelled):
+        return DeadlineExceeded("no answer within the deadline", code="DEADLINE_EXCEEDED", reason="DEADLINE")
+    return error
 
 
 def connected(server: str | None, data: str | None) -> Questions:

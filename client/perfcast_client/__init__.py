@@ -13,18 +13,43 @@ from perfcast_client.channel import Tls, bearer
 from perfcast_client.client import Client
 from perfcast_client.config import EngineConfig
 from perfcast_client.errors import PerfcastError
+from perfcast_client.search import Replica, SearchTask, Space, Targets
+from perfcast_client.serving import (
+    Aggregated,
+    Disaggregated,
+    Images,
+    KvTransfer,
+    Limits,
+    Matching,
+    Pool,
+    Static,
+    Workload,
+)
 from perfcast_client.steps import DecodeStep, DecodeTrajectory, Mixed, Prefill
 
 __all__ = [
+    "Aggregated",
     "AsyncClient",
     "Client",
     "DecodeStep",
     "DecodeTrajectory",
+    "Disaggregated",
     "EngineConfig",
+    "Images",
+    "KvTransfer",
+    "Limits",
+    "Matching",
     "Mixed",
     "PerfcastError",
+    "Pool",
     "Prefill",
+    "Replica",
+    "SearchTask",
+    "Space",
+    "Static",
+    "Targets",
     "Tls",
+    "Workload",
     "__version__",
     "bearer",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -10,10 +12,14 @@ import grpc
 from perfcast.v1 import prediction_pb2
 
 from perfcast_client import calls, results
-from perfcast_client.calls import Call, EngineLike
+from perfcast_client.calls import Call
 from perfcast_client.channel import OPTIONS, Metadata, Tls
 from perfcast_client.config import EngineConfig
+from perfcast_client.deployments import Estimate, MemoryEstimate, SearchProgress, SearchResult
 from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
+from perfcast_client.record import EngineLike
+from perfcast_client.search import SearchTask
+from perfcast_client.serving import Deployment, Limits, Workload
 from perfcast_client.steps import Step
 
 T = TypeVar("T")
@@ -107,6 +113,74 @@ class AsyncClient:
         """The latencies of many steps, given as arrays (N,) or numbers that hold for all of them."""
         return await self._run(calls.predict_many(engine, steps, operators, provenance, allow_misses), deadline_s)
 
+    async def estimate(
+        self,
+        deployment: Deployment,
+        workload: Workload,
+        *,
+        limits: Limits | None = None,
+        nextn_accepted: float = 0.0,
+        operators: bool = False,
+        allow_out_of_memory: bool = False,
+        deadline_s: float | None = None,
+    ) -> Estimate:
+        """What one deployment delivers under a load, and the memory that it takes."""
+        call = calls.estimate(deployment, workload, limits, nextn_accepted, operators, allow_out_of_memory)
+        return await self._run(call, deadline_s)
+
+    async def estimate_memory(
+        self,
+        engine: EngineLike,
+        workload: Workload | None = None,
+        *,
+        batch: int | None = None,
+        max_num_tokens: int | None = None,
+        memory_fraction: float | None = None,
+        tolerance: float | None = None,
+        block_size: int | None = None,
+        deadline_s: float | None = None,
+    ) -> MemoryEstimate:
+        """Memory of one GPU and the KV cache that is left; with a workload, the largest batch per rank too."""
+        sizes = (batch, max_num_tokens, memory_fraction, tolerance, block_size)
+        return await self._run(calls.estimate_memory(engine, workload, *sizes), deadline_s)
+
+    async def recommend(
+        self,
+        task: SearchTask,
+        *,
+        requests_per_s: float | None = None,
+        concurrency: float | None = None,
+        max_gpus: int | None = None,
+        deadline_s: float | None = None,
+    ) -> SearchResult:
+        """The fewest GPUs that carry a load; where ``max_gpus`` do not suffice, what serves most of it on those."""
+        return await self._run(calls.recommend(task, requests_per_s, concurrency, max_gpus), deadline_s)
+
+    async def search(
+        self, task: SearchTask, deadline_s: float | None = None
+    ) -> AsyncGenerator[SearchProgress | SearchResult]:
+        """Progress with the front as it grows, then the result, always last. Closing the generator cancels."""
+        async with aclosing(self._stream(calls.search(task), deadline_s)) as events:
+            async for event in events:
+                yield event
+
+    async def _stream(self, call: Call[T], deadline_s: float | None) -> AsyncGenerator[T]:
+        await self.server_info()
+        self._check()
+        rpc = self._channel.unary_stream(call.path, type(call.request).SerializeToString, call.response.FromString)(
+            call.request,
+            timeout=deadline_s or self._deadline_s or call.deadline_s,
+            metadata=self._call_metadata(),
+            wait_for_ready=self._wait_for_ready,
+        )
+        try:
+            async for answer in rpc:
+                yield call.read(answer)
+        except grpc.aio.AioRpcError as error:
+            raise calls.failure(error) from None
+        finally:
+            rpc.cancel()
+
     def stream(self, engine: EngineLike) -> AsyncStepStream:
         """A stream of steps on one engine, for simulators that ask one after another."""
         rpc = self._channel.stream_stream(
@@ -126,10 +200,13 @@ class AsyncClient:
                 raise
         return await self._make(call, deadline_s, inline=True)
 
-    async def _make(self, call: Call[T], deadline_s: float | None, inline: bool = False) -> T:
+    def _check(self) -> None:
         if self._closed or os.getpid() != self._pid:
             why = "is closed" if self._closed else "was made before a fork; make a new one in this process"
             raise ClientMisuse(f"this client {why}")
+
+    async def _make(self, call: Call[T], deadline_s: float | None, inline: bool = False) -> T:
+        self._check()
         stub = self._stubs.get(call.path)
         if stub is None:
             request, response = type(call.request), call.response

@@ -8,19 +8,19 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from perfcast.v1 import API_REVISION, catalog_pb2, prediction_pb2
+from perfcast.v1 import API_REVISION, catalog_pb2, prediction_pb2, search_pb2, serving_pb2
 
-from perfcast_client import errors, results
+from perfcast_client import deployments, errors, results, serving
 from perfcast_client._version import __version__
-from perfcast_client.channel import DEFAULT_DEADLINE_S
+from perfcast_client.channel import DEFAULT_DEADLINE_S, SEARCH_DEADLINE_S
 from perfcast_client.config import EngineConfig
+from perfcast_client.record import EngineLike, put_engine
+from perfcast_client.search import SearchTask
 from perfcast_client.steps import Step, put_columns, put_step
 
 T = TypeVar("T")
-EngineLike = EngineConfig | results.Engine | str
-"""A configuration, a resolved engine, or a handle."""
-
 CATALOG, PREDICTION = "/perfcast.v1.Catalog/", "/perfcast.v1.Prediction/"
+SERVING, SEARCH = "/perfcast.v1.Serving/", "/perfcast.v1.Search/"
 STREAM_STEPS = PREDICTION + "StreamSteps"
 
 
@@ -98,12 +98,75 @@ def _both(request: Any, engine: EngineLike) -> tuple[Any, Any]:
     return put_engine(request, engine.handle), put_engine(inline, engine.config)
 
 
-def put_engine(request: Any, engine: EngineConfig | str) -> Any:
-    if isinstance(engine, str):
-        request.handle = engine
-    else:
-        request.config.CopyFrom(engine.to_message())
-    return request
+def estimate(
+    deployment: serving.Deployment,
+    workload: serving.Workload,
+    limits: serving.Limits | None,
+    nextn_accepted: float,
+    operators: bool,
+    allow_out_of_memory: bool,
+) -> Call[deployments.Estimate]:
+    kind = serving.KINDS.get(type(deployment))
+    if kind is None:
+        raise errors.refused("deployment", deployment, "is not Static, Aggregated or Disaggregated")
+
+    def made(inline: bool) -> serving_pb2.EstimateRequest:
+        request = serving_pb2.EstimateRequest(
+            nextn_accepted=nextn_accepted, include_operators=operators, allow_out_of_memory=allow_out_of_memory
+        )
+        workload.put(request.workload, "workload")
+        if limits is not None:
+            limits.put(request.limits, "limits")
+        deployment.put(getattr(request, kind), kind, inline)
+        return request
+
+    response = serving_pb2.EstimateResponse
+    return Call(
+        SERVING + "Estimate", made(False), response, deployments.Estimate.of, SEARCH_DEADLINE_S, made(True)
+    )  # fmt: skip
+
+
+def estimate_memory(
+    engine: EngineLike,
+    workload: serving.Workload | None,
+    batch: int | None,
+    max_num_tokens: int | None,
+    memory_fraction: float | None,
+    tolerance: float | None,
+    block_size: int | None,
+) -> Call[deployments.MemoryEstimate]:
+    request = serving_pb2.EstimateMemoryRequest(
+        batch_per_rank=batch or 0,
+        max_num_tokens_per_rank=max_num_tokens or 0,
+        memory_fraction=memory_fraction,
+        tolerance_fraction=tolerance,
+        block_size_tokens=block_size or 0,
+    )
+    if workload is not None:
+        workload.put(request.workload, "workload")
+    request, inline = _both(request, engine)
+    response = serving_pb2.EstimateMemoryResponse
+    return Call(SERVING + "EstimateMemory", request, response, deployments.MemoryEstimate.of, inline=inline)
+
+
+def search(task: SearchTask) -> Call[deployments.SearchProgress | deployments.SearchResult]:
+    """A call with many answers."""
+    request, response = task.put(search_pb2.SearchRequest()), search_pb2.SearchResponse
+    return Call(SEARCH + "Search", request, response, deployments.search_event, SEARCH_DEADLINE_S)
+
+
+def recommend(
+    task: SearchTask, requests_per_s: float | None, concurrency: float | None, max_gpus: int | None
+) -> Call[deployments.SearchResult]:
+    if (requests_per_s is None) == (concurrency is None):
+        raise errors.refused("load", (requests_per_s, concurrency), "give exactly one of a request rate, a concurrency")
+    load: dict[str, Any] = {"requests_per_s": requests_per_s, "concurrency_total": concurrency}
+    request = search_pb2.RecommendRequest(max_gpus_total=max_gpus or 0, **load)
+    task.put(request.search, "search")
+    response = search_pb2.RecommendResponse
+    return Call(
+        SEARCH + "Recommend", request, response, lambda m: deployments.SearchResult.of(m.result), SEARCH_DEADLINE_S
+    )  # fmt: skip
 
 
 def step_message(sequence: int, step: Step, engine: EngineLike | None) -> prediction_pb2.StreamStepsRequest:

@@ -70,7 +70,7 @@ class Provenance(Result):
 
     @classmethod
     def of(cls, m: common_pb2.Provenance) -> Provenance:
-        return cls(**{name: getattr(m, name) for name in SHARES}, tier=_word(common_pb2.Tier, m.tier, "TIER_"))
+        return cls(**{name: getattr(m, name) for name in SHARES}, tier=word(common_pb2.Tier, m.tier, "TIER_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,10 @@ class OperatorLatency(Result):
     name: str
     latency_ms: float
     source: str
+
+    @classmethod
+    def of(cls, m: prediction_pb2.OperatorLatency) -> OperatorLatency:
+        return cls(m.name, m.latency_ms, word(common_pb2.Source, m.source, "SOURCE_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +117,7 @@ class Prediction(Result):
 
     @classmethod
     def of(cls, m: prediction_pb2.PredictStepResponse) -> Prediction:
-        operators = tuple(
-            OperatorLatency(o.name, o.latency_ms, _word(common_pb2.Source, o.source, "SOURCE_")) for o in m.operators
-        )
+        operators = tuple(map(OperatorLatency.of, m.operators))
         return cls(m.latency_ms, EngineStamp.of(m.engine), Provenance.of(m.provenance), operators)
 
 
@@ -254,7 +256,7 @@ class Support(Result):
     def of(cls, m: catalog_pb2.CheckSupportResponse) -> Support:
         phases = tuple(
             PhaseSupport(
-                _word(catalog_pb2.Phase, phase.phase, "PHASE_"),
+                word(catalog_pb2.Phase, phase.phase, "PHASE_"),
                 phase.supported,
                 _error(phase),
                 Provenance.of(phase.provenance) if phase.HasField("provenance") else None,
@@ -273,5 +275,5 @@ def _error(m: catalog_pb2.PhaseSupport | catalog_pb2.CheckSupportResponse) -> Pe
     return from_detail(m.error.reason, m.error.message, m.error.metadata) if m.HasField("error") else None
 
 
-def _word(enum: Any, number: int, prefix: str) -> str:
+def word(enum: Any, number: int, prefix: str) -> str:
     return str(enum.Name(number)).removeprefix(prefix).lower()

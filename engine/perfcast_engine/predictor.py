@@ -100,7 +100,10 @@ class Predictor:
 
         Raises UnknownName, InvalidField, UnsupportedCombination, PerfDataMissing, DataCorrupt.
         """
-        resolved = resolve(config, self.catalog, self.registry)
+        return self.facade(resolve(config, self.catalog, self.registry))
+
+    def facade(self, resolved: Resolved) -> Engine:
+        """An engine that a search has resolved."""
         return Engine(resolved, self._data_version(resolved))
 
     def search(

@@ -17,12 +17,13 @@ from perfcast.v1 import common_pb2, prediction_pb2
 from perfcast_engine.errors import EngineError
 from perfcast_engine.predictor import Predictor
 
-from perfcast_server import catalog, logs, prediction, reflection
+from perfcast_server import catalog, logs, prediction, reflection, search, serving
 from perfcast_server.engines import PROBES, Engines
 from perfcast_server.errors import ServiceError
 from perfcast_server.lifecycle import Health, Lifecycle, State
 from perfcast_server.metrics import Metrics
 from perfcast_server.rpc import Method, Rpc
+from perfcast_server.searchers import Searchers
 from perfcast_server.settings import NotReady, Settings, SettingsError, address
 
 log = logging.getLogger("perfcast.server")
@@ -30,11 +31,15 @@ log = logging.getLogger("perfcast.server")
 PROBE_MODEL, PROBE_SYSTEM, PROBE_BACKENDS = "Qwen/Qwen3-32B-FP8", "h200_sxm", ("trtllm", "vllm")
 
 
-def services(engines: Engines, settings: Settings, metrics: Metrics) -> dict[str, tuple[Method, ...]]:
+def services(
+    engines: Engines, searchers: Searchers, settings: Settings, metrics: Metrics
+) -> dict[str, tuple[Method, ...]]:
     """Every service with its methods."""
     listing = catalog.Catalog(engines, settings)
     offered: dict[str, tuple[Method, ...]] = {
         prediction.SERVICE: prediction.Prediction(engines, settings, metrics).methods(),
+        serving.SERVICE: serving.Serving(engines, settings).methods(),
+        search.SERVICE: search.Search(searchers).methods(),
         catalog.SERVICE: listing.methods(),
     }
     listing.methods_served = tuple(f"{name}/{method.name}" for name in offered for method in offered[name])
@@ -59,7 +64,8 @@ class Server:
         self.engines = Engines(settings, self.metrics, self._pool, self._announce)
         self._rpc = Rpc(settings, self.lifecycle, self.metrics)
         self._grpc = grpc.aio.server(options=_options(settings, shared_port))
-        offered = services(self.engines, settings, self.metrics)
+        self._searchers = Searchers(settings, self.metrics)
+        offered = services(self.engines, self._searchers, settings, self.metrics)
         health = Health(self.lifecycle, offered, self.engines.__contains__)
         handlers = [self._rpc.handlers(name, methods) for name, methods in offered.items()]
         self._grpc.add_generic_rpc_handlers((*handlers, health.handlers()))
@@ -94,6 +100,7 @@ class Server:
         await asyncio.sleep(self.settings.drain_delay_s)
         self._rpc.end_idle_streams()
         await self._grpc.stop(self.settings.drain_grace_s)
+        await self._searchers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._http is not None:
             self._http.shutdown()

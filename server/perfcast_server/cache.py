@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
+from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -95,3 +96,65 @@ class SingleFlight(Generic[K, V]):
             del self._flights[key]
         if flight.task.done() and not flight.task.cancelled():
             flight.task.exception()  # seen, also when every caller has left
+
+
+class Broadcast(Generic[K, V]):
+    """Callers that ask for the same stream while it runs share it: each hears what is told from then on, to the end.
+
+    The stream outlives a caller that gives up; once all have, it is cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._shows: dict[K, _Show[V]] = {}
+
+    async def watch(self, key: K, stream: Callable[[], AsyncGenerator[V]]) -> AsyncGenerator[V]:
+        show = self._shows.get(key)
+        if show is None:
+            show = self._shows[key] = _Show(stream())
+            show.task.add_done_callback(lambda _: self._ended(key, show))
+        show.watchers += 1
+        try:
+            heard = max(0, len(show.told) - 1)
+            while heard < len(show.told) or not show.task.done():
+                if heard == len(show.told):
+                    await show.news()
+                    continue
+                heard += 1
+                yield show.told[heard - 1]
+            show.task.result()  # raises what ended it
+        finally:
+            show.watchers -= 1
+            if not show.watchers and not show.task.done():
+                show.task.cancel()
+                self._ended(key, show)
+
+    def _ended(self, key: K, show: _Show[V]) -> None:
+        show.tell()
+        if self._shows.get(key) is show:
+            del self._shows[key]
+        if show.task.done() and not show.task.cancelled():
+            show.task.exception()  # seen, also when every caller has left
+
+
+class _Show(Generic[V]):
+    """What a stream has told so far."""
+
+    def __init__(self, stream: AsyncGenerator[V]) -> None:
+        self.told: list[V] = []
+        self.watchers = 0
+        self._news = asyncio.Event()
+        self.task = asyncio.create_task(self._run(stream))
+
+    async def _run(self, stream: AsyncGenerator[V]) -> None:
+        async with aclosing(stream):
+            async for item in stream:
+                self.told.append(item)
+                self.tell()
+
+    async def news(self) -> None:
+        await self._news.wait()
+
+    def tell(self) -> None:
+        """Wake all who wait now."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()

@@ -135,7 +135,7 @@ class Engines:
         seconds = perf_counter() - began
         self._metrics.load_seconds.observe(seconds)
         handle = engine.handle
-        ready = self._ready.get(handle) or Ready(engine, stamp(engine), kept)
+        ready = self._ready.get(handle) or Ready(engine, wire.stamp(engine), kept)
         self._ready.put(handle, ready)
         self._configs.put(handle, kept)
         self._handles.put(key, handle)
@@ -161,16 +161,3 @@ PROBES: tuple[tuple[str, Probe], ...] = (
     ("decode", lambda engine: engine.steps.decode_step(1, 128, 2)),
     ("mixed", lambda engine: engine.steps.mixed(128, 1, 128, 2)),
 )
-
-
-def stamp(engine: Engine) -> common_pb2.EngineStamp:
-    config = engine.config
-    return common_pb2.EngineStamp(
-        handle=engine.handle,
-        system=config.system,
-        backend=config.backend,
-        version=config.version,
-        database_mode=wire.MODES.index(config.database_mode, 1),  # type: ignore[arg-type]
-        profile=wire.PROFILES.index(config.profile, 1),  # type: ignore[arg-type]
-        data_version=engine.data_version,
-    )

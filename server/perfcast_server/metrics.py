@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 RPC = ("grpc_type", "grpc_service", "grpc_method")
 RPC_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
 POINT_SECONDS = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+SEARCH_SECONDS = (0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 
 
@@ -36,6 +37,10 @@ class Metrics:
         self.engine_bytes = Gauge("engine_cache_bytes", "Bytes of their tables", registry=registry)
         self.load_seconds = Histogram(
             "engine_load_seconds", "Time to make an engine ready", buckets=LOAD_SECONDS, registry=registry
+        )
+        self.searches = Gauge("searches_in_work", "Searches in work", registry=registry)
+        self.search_seconds = Histogram(
+            "search_seconds", "Time of a search in work", buckets=SEARCH_SECONDS, registry=registry
         )
         self.response_hits = Counter("response_cache_hits", "Answers given from bytes", registry=registry)
         self.response_misses = Counter("response_cache_misses", "Answers worked out", registry=registry)

@@ -70,7 +70,9 @@ class Prediction:
         if operators:
             result = self._timed(ready, asked, True).raise_first()
             answer = _step(ready, result.ms.item(0), result.by_source[0], int(result.tier[0]))
-            answer.operators.extend(_operator_latency(name, told) for name, told in (result.operators or {}).items())
+            answer.operators.extend(
+                wire.operator_latency(name, told) for name, told in (result.operators or {}).items()
+            )
             return answer
         return _step(ready, *self._number(ready, asked))
 
@@ -146,11 +148,6 @@ def _step(ready: Ready, ms: float, by_source: F64, tier: int) -> prediction_pb2.
     return prediction_pb2.PredictStepResponse(
         engine=ready.stamp, latency_ms=ms, provenance=wire.provenance(by_source, tier)
     )
-
-
-def _operator_latency(name: str, answer: Answer) -> prediction_pb2.OperatorLatency:
-    source = wire.source_number(int(answer.source[0]))
-    return prediction_pb2.OperatorLatency(name=name, latency_ms=answer.ms.item(0), source=source)
 
 
 def _columns(ready: Ready, result: StepResult, per_point: bool) -> prediction_pb2.PredictStepsResponse:

@@ -37,18 +37,22 @@ class Unary:
 
     name: str
     request: type[Message]
-    answer: Callable[[Any], Awaitable[Message]]
+    answer: Callable[[Any], Awaitable[Message | bytes]]
     at_once: Callable[[Any], Message | None] = lambda request: None
     pure: Callable[[Any], bool] = lambda request: True
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStream:
-    """One RPC with many answers: ``answers`` turns the request into them. A caller that leaves ends it."""
+    """One RPC with many answers: ``answers`` turns the request into them. A caller that leaves ends it.
+
+    ``keeps_last``: the last answer is all that an equal request needs.
+    """
 
     name: str
     request: type[Message]
-    answers: Callable[[Any], AsyncGenerator[Message]]
+    answers: Callable[[Any], AsyncGenerator[Message | bytes]]
+    keeps_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +167,8 @@ class Rpc:
     async def _answered(self, method: Unary, key: Key, request: Any) -> bytes:
         return self._kept_bytes(key, await method.answer(request))
 
-    def _bytes(self, answer: Message) -> bytes:
-        data = answer.SerializeToString()
+    def _bytes(self, answer: Message | bytes) -> bytes:
+        data = answer if isinstance(answer, bytes) else answer.SerializeToString()
         if len(data) > self._settings.max_message_bytes:
             raise ServiceError(
                 "LIMIT",
@@ -174,7 +178,7 @@ class Rpc:
             )
         return data
 
-    def _kept_bytes(self, key: Key, answer: Message) -> bytes:
+    def _kept_bytes(self, key: Key, answer: Message | bytes) -> bytes:
         data = self._bytes(answer)
         if len(data) <= LARGEST_KEPT and len(key[1]) <= LARGEST_KEPT:
             self._kept.put(key, data)
@@ -182,10 +186,19 @@ class Rpc:
 
     def _server_stream(self, service: str, method: ServerStream) -> Callable[[bytes, Any], Awaitable[None]]:
         meter = _Meter(self._metrics, "server_stream", service, method.name)
+        path = f"{service}/{method.name}"
 
         async def handle(data: bytes, context: Any) -> None:
             began = meter.start()
+            key = (path, data)
+            answer: Message | bytes | None = self._kept.get(key) if method.keeps_last else None
             try:
+                if answer is not None:
+                    self._metrics.response_hits.inc()
+                    await context.write(answer)
+                    meter.sent.inc()
+                    meter.finish(began)
+                    return
                 self._admit(context)
                 self._in_work += 1
                 try:
@@ -195,6 +208,8 @@ class Rpc:
                             meter.sent.inc()
                 finally:
                     self._in_work -= 1
+                if method.keeps_last and answer is not None:
+                    self._kept_bytes(key, answer)
             except asyncio.CancelledError:
                 meter.finish(began, grpc.StatusCode.CANCELLED)
                 raise

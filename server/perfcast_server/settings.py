@@ -43,6 +43,10 @@ class Settings:
     threads: int = _setting(0, "threads of a process for heavy predictions; 0 means one per core, at least 2")
     max_concurrent_requests: int = _setting(256, "requests in work or waiting; more are refused at once")
     max_streams: int = _setting(64, "step streams open at once; more are refused at once")
+    search_workers: int = _setting(
+        0, "search processes beside each worker, started when needed; 0 shares half the cores"
+    )
+    max_searches: int = _setting(8, "searches in work or waiting; more are refused at once")
     max_points_per_request: int = _setting(1_000_000, "points of one request; each sample of a trajectory is one")
     inline_points: int = _setting(256, "requests up to this size on a loaded engine skip the thread pool")
     max_message_bytes: int = _setting(16 << 20, "largest message, both ways")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from perfcast.v1 import common_pb2
-from perfcast_engine.answer import F64, Source
+from perfcast.v1 import common_pb2, prediction_pb2
+from perfcast_engine.answer import F64, Answer, Source
 from perfcast_engine.config import EngineConfig, MoeComm, ParallelConfig, QuantOverrides
 from perfcast_engine.models import config_json
 from perfcast_engine.models.spec import ModelSpec
+from perfcast_engine.predictor import Engine
 from perfcast_engine.tables.database import Mode
 
 from perfcast_server.errors import ServiceError, invalid
@@ -144,6 +145,19 @@ def config_message(config: EngineConfig, original: common_pb2.EngineConfig) -> c
     return message
 
 
+def stamp(engine: Engine) -> common_pb2.EngineStamp:
+    config = engine.config
+    return common_pb2.EngineStamp(
+        handle=engine.handle,
+        system=config.system,
+        backend=config.backend,
+        version=config.version,
+        database_mode=MODES.index(config.database_mode, 1),  # type: ignore[arg-type]
+        profile=PROFILES.index(config.profile, 1),  # type: ignore[arg-type]
+        data_version=engine.data_version,
+    )
+
+
 def provenance(by_source: F64, tier: int) -> common_pb2.Provenance:
     """Shares of a latency. by_source: (5,) ms per Source."""
     parts: list[float] = by_source.tolist()
@@ -157,6 +171,11 @@ def provenance(by_source: F64, tier: int) -> common_pb2.Provenance:
         mixed_share=mixed,
         tier=tier_number(tier),
     )
+
+
+def operator_latency(name: str, answer: Answer) -> prediction_pb2.OperatorLatency:
+    source = source_number(int(answer.source[0]))
+    return prediction_pb2.OperatorLatency(name=name, latency_ms=answer.ms.item(0), source=source)
 
 
 def source_number(source: int) -> Any:

@@ -66,12 +66,12 @@ class Estimate:
     fit: Mapping[str, Fit]
     steps: Mapping[str, StepResult]
 
-    def require_fit(self) -> Estimate:
-        """Raises OutOfMemory where a role does not fit its GPU or its KV cache the budget."""
+    def require_fit(self, kv: bool = True) -> Estimate:
+        """Raises OutOfMemory where a role does not fit its GPU or, with ``kv``, its KV cache the budget."""
         for role, fit in self.fit.items():
             for what, bad, needed, limit in (
                 ("memory", fit.out_of_memory, fit.memory.total, np.full_like(fit.kv_budget_bytes, fit.capacity_bytes)),
-                ("KV cache", fit.kv_over_budget, fit.memory.kv, fit.kv_budget_bytes),
+                ("KV cache", fit.kv_over_budget & kv, fit.memory.kv, fit.kv_budget_bytes),
             ):
                 for at in np.flatnonzero(bad)[:1]:
                     raise OutOfMemory(
@@ -100,6 +100,7 @@ def estimate_static(
     *,
     correction: float = 1.0,
     stride: int = DEFAULT_STRIDE,
+    beam: int = 1,
     operators: bool = False,
 ) -> Estimate:
     """One static batch per rank. Raises InvalidField, PerfDataMissing and what else a step raises."""
@@ -111,6 +112,7 @@ def estimate_static(
         phases,
         correction=correction,
         stride=stride,
+        beam=beam,
         max_seq_len=limits.max_seq_len,
         operators=operators,
     ).raise_first()
@@ -164,13 +166,14 @@ def estimate_disaggregated(
     prefill: Pool,
     decode: Pool,
     load: Workload,
-    matching: Matching = USUAL_MATCHING,
+    matching: Matching | None = None,
     kv_transfer: KvTransfer = NO_TRANSFER,
     *,
     corrections: tuple[float, float] | None = None,
     operators: bool = False,
 ) -> Estimate:
-    """One pair of pools. ``corrections`` multiply prefill and decode latencies, by default as the profile has them."""
+    """One pair of pools. ``corrections`` multiply prefill and decode latencies, ``matching`` joins pools; by default
+    both are as the profile has them for a single point."""
     if prefill.worker.layers != decode.worker.layers:
         raise InvalidField("decode.model", "prefill and decode must run the same model", why="model")
     profile = prefill.worker.profile
@@ -187,8 +190,9 @@ def estimate_disaggregated(
         rows.append(side_rows(served.rows, pool.worker, load, phases, pool.limits.accepted))
         fit[role] = fit_of(pool.worker, served.memory, pool.limits.memory_fraction, False)
         steps |= served.steps
-    waiting = 1.0 if profile[SINGLE_POINT_TTFT] else matching.ttft_factor
-    first = with_transfer(rows[0], prefill.worker, load, kv_transfer, waiting)
+    if matching is None:
+        matching = Matching(ttft_factor=1.0) if profile[SINGLE_POINT_TTFT] else USUAL_MATCHING
+    first = with_transfer(rows[0], prefill.worker, load, kv_transfer, matching.ttft_factor)
     return Estimate(profile.name, paired(first, rows[1], prefill.workers, decode.workers, load, matching), fit, steps)
 
 

@@ -552,6 +552,7 @@ class WorkerGroup(google.protobuf.message.Message):
     batch_total: builtins.int
     """Of one worker, over its attention-DP ranks."""
     requests_per_s_per_worker: builtins.float
+    """Absent where a role never is the bottleneck: decode of a single output token."""
     memory_gib_per_gpu: builtins.float
     encoder_memory_gib_per_gpu: builtins.float
     """Part of memory_gib_per_gpu that a vision encoder takes."""
@@ -564,11 +565,13 @@ class WorkerGroup(google.protobuf.message.Message):
         gpus_per_worker: builtins.int = ...,
         batch_per_rank: builtins.int = ...,
         batch_total: builtins.int = ...,
-        requests_per_s_per_worker: builtins.float = ...,
+        requests_per_s_per_worker: builtins.float | None = ...,
         memory_gib_per_gpu: builtins.float = ...,
         encoder_memory_gib_per_gpu: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_per_rank", b"batch_per_rank", "batch_total", b"batch_total", "encoder_memory_gib_per_gpu", b"encoder_memory_gib_per_gpu", "engine", b"engine", "gpus_per_worker", b"gpus_per_worker", "memory_gib_per_gpu", b"memory_gib_per_gpu", "requests_per_s_per_worker", b"requests_per_s_per_worker", "role", b"role", "workers_total", b"workers_total"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_requests_per_s_per_worker", b"_requests_per_s_per_worker", "requests_per_s_per_worker", b"requests_per_s_per_worker"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_requests_per_s_per_worker", b"_requests_per_s_per_worker", "batch_per_rank", b"batch_per_rank", "batch_total", b"batch_total", "encoder_memory_gib_per_gpu", b"encoder_memory_gib_per_gpu", "engine", b"engine", "gpus_per_worker", b"gpus_per_worker", "memory_gib_per_gpu", b"memory_gib_per_gpu", "requests_per_s_per_worker", b"requests_per_s_per_worker", "role", b"role", "workers_total", b"workers_total"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_requests_per_s_per_worker", b"_requests_per_s_per_worker"]) -> typing.Literal["requests_per_s_per_worker"] | None: ...
 
 Global___WorkerGroup: typing_extensions.TypeAlias = WorkerGroup
 

@@ -1,0 +1,334 @@
+"""What estimates and searches return: frozen, typed, with ``to_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from perfcast.v1 import search_pb2, serving_pb2
+
+from perfcast_client.config import EngineConfig, enum_word
+from perfcast_client.errors import PerfcastError, from_detail
+from perfcast_client.results import EngineStamp, OperatorLatency, Provenance, Result, word
+
+T = TypeVar("T", bound=Result)
+
+
+def _plain(cls: type[T], message: Any, **own: Any) -> T:
+    """``cls`` of the fields of a message that have its names; ``own`` are read by the caller."""
+    names = [item.name for item in fields(cls) if item.name not in own]  # type: ignore[arg-type]
+    optional = {f.name for f in message.DESCRIPTOR.fields if f.has_presence}
+    told = {n: getattr(message, n) if n not in optional or message.HasField(n) else None for n in names}
+    return cls(**told, **own)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroup(Result):
+    """Equal workers of one role; ``engine`` is an index into the engines of the same answer."""
+
+    role: str
+    engine: int
+    workers_total: int
+    gpus_per_worker: int
+    batch_per_rank: int
+    batch_total: int
+    requests_per_s_per_worker: float | None
+    memory_gib_per_gpu: float
+    encoder_memory_gib_per_gpu: float
+
+    @classmethod
+    def of(cls, m: serving_pb2.WorkerGroup) -> WorkerGroup:
+        return _plain(cls, m, role=enum_word("role", m.role))
+
+
+@dataclass(frozen=True, slots=True)
+class Iterations(Result):
+    """How an aggregated engine spends its iterations on one batch; counts per attention-DP rank."""
+
+    ctx_tokens: int
+    balance: float
+    prompts_per_step: float
+    decodes_per_step: float
+    tokens_per_step: float
+    mixed_steps: float
+    mixed_step_decodes: float
+    mixed_step_ms: float
+    decode_steps: float
+    decode_step_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking(Result):
+    """What a search says of a row beside its metrics."""
+
+    tokens_per_s_per_gpu_cluster: float
+    replicas_total: int
+    gpus_used_total: int
+    load_served_percent: float | None
+    meets_targets: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment(Result):
+    """One deployment and what it delivers: rates, GPUs and concurrency are those of one replica.
+
+    ``iterations`` of aggregated ones, ``prefill_ms`` and ``decode_ms`` of static ones, ``ranking`` of rows of a search.
+    """
+
+    mode: str
+    ttft_ms: float
+    tpot_ms: float
+    request_latency_ms: float
+    encode_ms: float
+    requests_per_s: float
+    requests_per_s_per_gpu: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    tokens_per_s_per_user: float
+    concurrency_total: int
+    gpus_total: int
+    power_w: float | None
+    workers: tuple[WorkerGroup, ...]
+    prefill_ms: float
+    decode_ms: float
+    iterations: Iterations | None
+    ranking: Ranking | None
+
+    @classmethod
+    def of(cls, m: serving_pb2.Deployment) -> Deployment:
+        return _plain(
+            cls,
+            m,
+            mode=_mode(m.mode),
+            workers=tuple(map(WorkerGroup.of, m.workers)),
+            iterations=_plain(Iterations, m.iterations) if m.HasField("iterations") else None,
+            ranking=_plain(Ranking, m.ranking) if m.HasField("ranking") else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeployedEngine(Result):
+    """An engine of a deployment; asking for its ``config`` gives the same numbers."""
+
+    stamp: EngineStamp
+    config: EngineConfig
+    modes: Mapping[str, str]
+    gpus_total: int
+    mapping: str
+
+    @classmethod
+    def of(cls, m: serving_pb2.DeployedEngine) -> DeployedEngine:
+        modes = {item.name: value for item, value in m.modes.ListFields()}
+        stamp, config = EngineStamp.of(m.stamp), EngineConfig.from_message(m.config)
+        return cls(stamp, config, modes, m.gpus_total, m.mapping)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory(Result):
+    """What one GPU holds."""
+
+    weights_bytes: float
+    activations_bytes: float
+    kv_cache_bytes: float
+    nccl_bytes: float
+    others_bytes: float
+    total_bytes: float
+    capacity_bytes: float
+    kv_budget_bytes: float
+    memory_fraction: float
+    out_of_memory: bool
+    kv_over_budget: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepLatency(Result):
+    """One kind of step of a deployment; ``operators`` is empty unless asked for."""
+
+    name: str
+    engine: int
+    latency_ms: float
+    provenance: Provenance
+    operators: tuple[OperatorLatency, ...]
+
+    @classmethod
+    def of(cls, m: serving_pb2.StepLatency) -> StepLatency:
+        operators = tuple(map(OperatorLatency.of, m.operators))
+        return cls(m.name, m.engine, m.latency_ms, Provenance.of(m.provenance), operators)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate(Result):
+    """One deployment under one load. ``memory`` by the index of ``engines``."""
+
+    deployment: Deployment
+    engines: tuple[DeployedEngine, ...]
+    memory: tuple[GpuMemory, ...]
+    steps: tuple[StepLatency, ...]
+    profile: str
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, m: serving_pb2.EstimateResponse) -> Estimate:
+        return cls(
+            Deployment.of(m.deployment),
+            tuple(map(DeployedEngine.of, m.engines)),
+            tuple(_plain(GpuMemory, memory) for memory in m.memory),
+            tuple(map(StepLatency.of, m.steps)),
+            enum_word("profile", m.profile),
+            tuple(m.warnings),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate(Result):
+    """Memory of one GPU of an engine and the KV cache that it leaves; the last two where a workload is given."""
+
+    engine: DeployedEngine
+    at_start: GpuMemory
+    kv_cache_tokens: int
+    kv_cache_bytes_per_token: int
+    usable_kv_cache_bytes: int
+    usable_kv_cache_tokens: int
+    kv_cache_blocks: int | None
+    largest_batch_per_rank: int | None
+    at_batch: GpuMemory | None
+
+    @classmethod
+    def of(cls, m: serving_pb2.EstimateMemoryResponse) -> MemoryEstimate:
+        return _plain(
+            cls,
+            m,
+            engine=DeployedEngine.of(m.engine),
+            at_start=_plain(GpuMemory, m.at_start),
+            at_batch=_plain(GpuMemory, m.at_batch) if m.HasField("at_batch") else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FrontPoint(Result):
+    tokens_per_s_per_user: float
+    tokens_per_s_per_gpu_cluster: float
+    ttft_ms: float
+    tpot_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class SearchProgress(Result):
+    """How far a search is. ``front`` is empty where it has not changed since the last progress."""
+
+    mode: str
+    backend: str
+    experiments_done: int
+    experiments_total: int
+    mappings_done: int
+    mappings_total: int
+    front: tuple[FrontPoint, ...]
+
+    @classmethod
+    def of(cls, m: search_pb2.SearchProgress) -> SearchProgress:
+        front = tuple(_plain(FrontPoint, point) for point in m.front)
+        return _plain(cls, m, mode=_mode(m.mode), front=front)
+
+
+@dataclass(frozen=True, slots=True)
+class Violation(Result):
+    """How far the closest candidate misses one target."""
+
+    target: str
+    limit_ms: float
+    value_ms: float
+    excess_ms: float
+    excess_percent: float
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment(Result):
+    """One mode on one backend. ``status``: ok, unmet, no_memory, no_kv, no_data or failed. Where nothing meets the
+    targets, ``closest`` misses them least, by ``violations``. ``refused``: mappings without an engine, and why."""
+
+    name: str
+    mode: str
+    backend: str
+    status: str
+    eligible: bool
+    picks: tuple[Deployment, ...]
+    front: tuple[Deployment, ...]
+    rows: tuple[Deployment, ...]
+    closest: Deployment | None
+    violations: tuple[Violation, ...]
+    engines: tuple[DeployedEngine, ...]
+    refused: tuple[tuple[str, PerfcastError], ...]
+    rows_total: int
+    mappings_total: int
+    points_total: int
+
+    @property
+    def best(self) -> Deployment | None:
+        return self.picks[0] if self.picks else None
+
+    @classmethod
+    def of(cls, m: search_pb2.Experiment) -> Experiment:
+        def rows(messages: Any) -> tuple[Deployment, ...]:
+            return tuple(map(Deployment.of, messages))
+
+        refused = ((r.mapping, from_detail(r.error.reason, r.error.message, r.error.metadata)) for r in m.refused)
+        return _plain(
+            cls,
+            m,
+            mode=_mode(m.mode),
+            status=word(search_pb2.ExperimentStatus, m.status, "EXPERIMENT_STATUS_"),
+            picks=rows(m.picks),
+            front=rows(m.front),
+            rows=rows(m.rows),
+            closest=Deployment.of(m.closest) if m.HasField("closest") else None,
+            violations=tuple(_plain(Violation, violation) for violation in m.violations),
+            engines=tuple(map(DeployedEngine.of, m.engines)),
+            refused=tuple(refused),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult(Result):
+    """The experiments of a search. ``best`` names the one with the best pick, ``closest``, where nothing is eligible,
+    the one whose closest deployment misses the targets least; the targets are those in force, 0 for none."""
+
+    experiments: tuple[Experiment, ...]
+    eligible: bool
+    best: str
+    closest: str
+    profile: str
+    isl: int
+    osl: int
+    prefix: int
+    ttft_ms: float
+    tpot_ms: float
+    request_latency_ms: float
+    total_gpus: int
+
+    def experiment(self, name: str) -> Experiment | None:
+        return next((e for e in self.experiments if e.name == name), None)
+
+    @classmethod
+    def of(cls, m: search_pb2.SearchResult) -> SearchResult:
+        load, targets = m.workload, m.targets
+        return _plain(
+            cls,
+            m,
+            experiments=tuple(map(Experiment.of, m.experiments)),
+            profile=enum_word("profile", m.profile),
+            isl=load.isl_tokens,
+            osl=load.osl_tokens,
+            prefix=load.prefix_tokens,
+            ttft_ms=targets.ttft_ms,
+            tpot_ms=targets.tpot_ms,
+            request_latency_ms=targets.request_latency_ms,
+        )
+
+
+def search_event(m: search_pb2.SearchResponse) -> SearchProgress | SearchResult:
+    return SearchResult.of(m.result) if m.HasField("result") else SearchProgress.of(m.progress)
+
+
+def _mode(number: int) -> str:
+    return word(serving_pb2.ServingMode, number, "SERVING_MODE_")

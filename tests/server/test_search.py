@@ -1,0 +1,295 @@
+"""Searches over loopback: the engine's own results, progress, cancellation, deadlines, overload, sharing."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from perfcast_client import (
+    Aggregated,
+    AsyncClient,
+    Client,
+    DecodeStep,
+    Disaggregated,
+    EngineConfig,
+    Pool,
+    Replica,
+    SearchTask,
+    Space,
+    Targets,
+    Workload,
+)
+from perfcast_client.deployments import SearchProgress, SearchResult
+from perfcast_client.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, NotFound, ServerFault
+from perfcast_engine.config import EngineConfig as OwnConfig
+from perfcast_engine.predictor import Predictor
+from perfcast_engine.search import task as own
+from perfcast_engine.serving.workload import Targets as OwnTargets
+from perfcast_engine.serving.workload import Workload as OwnWorkload
+
+from tests.server.running import Running, running
+
+CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm")
+LOAD = Workload(isl=4000, osl=500, prefix=500)
+TASK = SearchTask(engine=CONFIG, workload=LOAD, targets=Targets(ttft_ms=300, tpot_ms=10), total_gpus=32)
+BACKENDS = ("trtllm", "sglang", "vllm")
+# Seconds of work: every mapping of a large model, aggregated and disaggregated.
+LONG = SearchTask(
+    engine=EngineConfig(model="deepseek-ai/DeepSeek-V3", system="h200_sxm", backend="sglang"),
+    workload=Workload(isl=5000, osl=1500),
+    total_gpus=256,
+    backends=("sglang", "trtllm"),
+)
+
+
+@pytest.fixture(scope="module")
+def served():
+    """A server of its own, so that what it has in work is known."""
+    with running(search_workers=1, max_searches=2) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(served: Running):
+    with Client(served.address) as client:
+        yield client
+
+
+def in_work(served: Running) -> float:
+    return served.metric("searches_in_work")
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "still not so"
+        time.sleep(0.002)
+
+
+def test_the_headline_case_gives_the_reference_s_best_of_every_backend(client: Client) -> None:
+    engine = dataclasses.replace(CONFIG, profile="reference")
+    found = client.search_result(dataclasses.replace(TASK, engine=engine, backends=BACKENDS))
+    best = {e.name: e.best.ranking.tokens_per_s_per_gpu_cluster for e in found.experiments if e.eligible}
+    assert best["agg_trtllm"] == 426.904
+    assert best["disagg_trtllm"] == 572.657
+    assert best["agg_sglang"] == 411.409 and best["disagg_sglang"] == 564.3
+    assert found.best == "disagg_trtllm" and found.eligible and found.profile == "reference"
+    for name in ("agg_vllm", "disagg_vllm"):
+        missed = found.experiment(name)
+        assert missed.status == "unmet" and not missed.eligible
+        assert [v.target for v in missed.violations] == ["tpot_ms"]
+        assert not any(pick.ranking.meets_targets for pick in missed.picks)
+        assert missed.violations[0].excess_ms == missed.closest.tpot_ms - 10
+
+
+def test_results_are_the_engine_s(client: Client) -> None:
+    task = own.SearchTask(
+        engine=OwnConfig(model=CONFIG.model, system="h200_sxm", backend="trtllm"),
+        load=OwnWorkload(4000, 500, 500),
+        targets=OwnTargets(300, 10),
+        total_gpus=32,
+    )
+    told = client.search_result(dataclasses.replace(TASK, max_rows=10))
+    for mine, yours in zip(Predictor().search(task).experiments, told.experiments, strict=True):
+        rows = mine.rows
+        assert (mine.name, mine.eligible, len(rows)) == (yours.name, yours.eligible, yours.rows_total)
+        for index, deployments in ((mine.front, yours.front), (slice(10), yours.rows)):
+            for name in ("ttft_ms", "tpot_ms", "tokens_per_s", "tokens_per_s_per_user"):
+                assert [getattr(d, name) for d in deployments] == rows[name][index].tolist()
+        picked = [pick.ranking.tokens_per_s_per_gpu_cluster for pick in yours.picks]
+        assert picked == mine.pick.rows["tokens_per_s_per_gpu_cluster"].tolist()
+        labels = [mine.engines[e].label for e in mine.pick.rows["engine" if mine.mode == "agg" else "decode_engine"]]
+        assert [yours.engines[pick.workers[-1].engine].mapping for pick in yours.picks] == labels
+
+
+def test_every_pick_estimated_alone_gives_the_same_numbers(client: Client) -> None:
+    for experiment in client.search_result(TASK).experiments:
+        for pick in experiment.picks:
+            configs = [experiment.engines[group.engine].config for group in pick.workers]
+            if experiment.mode == "aggregated":
+                (group,) = pick.workers
+                tokens = pick.iterations.ctx_tokens
+                asked = Aggregated(engine=configs[0], batch=group.batch_per_rank, ctx_tokens=tokens)
+            else:
+                pools = [
+                    Pool(engine=config, batch=group.batch_per_rank, workers=group.workers_total)
+                    for config, group in zip(configs, pick.workers, strict=True)
+                ]
+                asked = Disaggregated(prefill=pools[0], decode=pools[1])
+            alone = client.estimate(asked, LOAD).deployment
+            for name in ("ttft_ms", "tpot_ms", "tokens_per_s_per_gpu", "gpus_total", "concurrency_total"):
+                assert getattr(alone, name) == pytest.approx(getattr(pick, name), rel=1e-12), name
+
+
+def test_progress_comes_first_and_fronts_grow(client: Client) -> None:
+    *progress, result = client.search(dataclasses.replace(TASK, backends=BACKENDS, top=3))
+    assert isinstance(result, SearchResult) and all(isinstance(told, SearchProgress) for told in progress)
+    assert {told.experiments_total for told in progress} == {6}
+    assert [told.experiments_done for told in progress] == sorted(told.experiments_done for told in progress)
+    fronts = {told.backend: told.front for told in progress if told.front}
+    assert set(fronts) == set(BACKENDS)
+    front = [d.ranking.tokens_per_s_per_gpu_cluster for d in result.experiments[0].front]
+    assert [point.tokens_per_s_per_gpu_cluster for point in fronts["trtllm"]] == front
+
+
+def test_nothing_that_meets_the_targets_is_an_answer(client: Client) -> None:
+    found = client.search_result(dataclasses.replace(TASK, targets=Targets(ttft_ms=1, tpot_ms=10)))
+    assert not found.eligible and found.best == ""
+    closest = found.experiment(found.closest)
+    assert closest.status == "unmet" and closest.picks == ()
+    assert {v.target for v in closest.violations} >= {"ttft_ms"}
+    assert all(v.excess_ms > 0 and v.excess_percent > 0 for v in closest.violations)
+    assert not closest.closest.ranking.meets_targets
+
+
+def test_a_kept_answer_needs_no_search(served: Running, client: Client) -> None:
+    task = dataclasses.replace(TASK, top=7)
+    first = client.search_result(task)
+    hits = served.metric("response_cache_hits_total")
+    (again,) = client.search(task)
+    assert again == first and served.metric("response_cache_hits_total") == hits + 1
+
+
+def test_equal_searches_under_way_are_one(served: Running) -> None:
+    searched = served.metric("search_seconds_count")
+    task = dataclasses.replace(LONG, top=3, backends=("trtllm",))
+    with ThreadPoolExecutor(4) as pool, Client(served.address) as client:
+        found = list(pool.map(lambda _: client.search_result(task), range(4)))
+    assert all(one.to_dict() == found[0].to_dict() for one in found)
+    assert served.metric("search_seconds_count") == searched + 1
+
+
+def test_the_fewest_gpus_for_a_load(client: Client) -> None:
+    engine = dataclasses.replace(CONFIG, backend="sglang", profile="reference", database_mode="hybrid")
+    task = SearchTask(engine=engine, workload=LOAD, targets=Targets(ttft_ms=1000, tpot_ms=20))
+    found = client.recommend(task, concurrency=200)
+    needed = {
+        e.name: [(p.ranking.gpus_used_total, p.ranking.replicas_total) for p in e.picks] for e in found.experiments
+    }
+    assert needed["agg_sglang"][:3] == [(14, 7), (16, 4), (17, 17)]
+    assert needed["disagg_sglang"] == [(12, 3), (16, 8), (16, 2)]
+    assert all(pick.ranking.load_served_percent == 100 for e in found.experiments for pick in e.picks)
+    capped = client.recommend(task, concurrency=2000, max_gpus=16).experiments[0].picks[0].ranking
+    assert capped.gpus_used_total <= 16 and capped.load_served_percent < 100
+    with pytest.raises(InvalidRequest, match="exactly one"):
+        client.recommend(task)
+    with pytest.raises(InvalidRequest, match="total_gpus"):
+        client.recommend(dataclasses.replace(task, total_gpus=8), concurrency=1)
+
+
+def test_a_caller_that_leaves_ends_the_work(served: Running, client: Client) -> None:
+    client.search_result(TASK)  # the process is up
+    stopped = []
+    for top in (11, 12, 13):
+        events = client.search(dataclasses.replace(LONG, top=top))
+        next(events)
+        assert in_work(served) == 1
+        began = time.monotonic()
+        events.close()
+        wait_until(lambda: in_work(served) == 0)
+        stopped.append(time.monotonic() - began)
+    assert min(stopped) < 0.5  # generous: a busy machine
+    assert client.search_result(dataclasses.replace(TASK, top=9)).eligible  # and the process still searches
+
+
+def test_a_deadline_ends_the_call_and_the_work(served: Running, client: Client) -> None:
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        client.search_result(dataclasses.replace(LONG, top=21), deadline_s=0.3)
+    assert time.monotonic() - began < 2
+    wait_until(lambda: in_work(served) == 0)
+
+
+def test_too_many_searches_are_refused_with_when_to_retry(served: Running, client: Client) -> None:
+    running_searches = [client.search(dataclasses.replace(LONG, top=top)) for top in (31, 32)]
+    try:
+        next(running_searches[0])
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(next, running_searches[1])
+            wait_until(lambda: served.metric("grpc_server_in_work") == 2)
+            with pytest.raises(LimitExceeded) as caught:
+                client.search_result(dataclasses.replace(LONG, top=33))
+            assert caught.value.retry_after_s > 0 and caught.value.details["limit"] == "max_searches"
+            running_searches[0].close()
+            assert isinstance(waiting.result(20), SearchProgress)
+    finally:
+        for events in running_searches:
+            events.close()
+    wait_until(lambda: in_work(served) == 0)
+
+
+def test_steps_are_answered_beside_a_search(served: Running, client: Client) -> None:
+    engine = client.resolve(dataclasses.replace(CONFIG, tp=4))
+    events = client.search(dataclasses.replace(LONG, top=41))
+    next(events)
+    for batch in range(1, 50):
+        assert client.predict(engine, DecodeStep(batch, 4096, 512)).latency_ms > 0
+    assert in_work(served) == 1
+    events.close()
+    wait_until(lambda: in_work(served) == 0)
+
+
+def test_a_search_process_that_dies_is_an_error_once(served: Running, client: Client) -> None:
+    events = client.search(dataclasses.replace(LONG, top=51))
+    next(events)
+    (process,) = served.server._searchers._processes
+    served.loop.call_soon_threadsafe(process._child.kill)
+    with pytest.raises(ServerFault, match="has ended"):
+        list(events)
+    assert client.search_result(dataclasses.replace(TASK, top=8)).eligible
+
+
+async def test_the_asyncio_client_searches_too(served: Running) -> None:
+    async with AsyncClient(served.address) as client:
+        events = [event async for event in client.search(dataclasses.replace(TASK, top=2))]
+        assert isinstance(events[-1], SearchResult) and len(events[-1].experiments[0].picks) == 2
+        long = client.search(dataclasses.replace(LONG, top=61))
+        assert isinstance(await anext(long), SearchProgress)
+        await long.aclose()
+        estimate = await client.estimate(Aggregated(engine=dataclasses.replace(CONFIG, tp=4), batch=8), LOAD)
+        assert estimate.deployment.ttft_ms > 0
+        assert (await client.estimate_memory(CONFIG)).kv_cache_tokens > 0
+        recommended = await client.recommend(dataclasses.replace(TASK, total_gpus=None), requests_per_s=5.0)
+        assert recommended.eligible
+    wait_until(lambda: in_work(served) == 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"workload": Workload(isl=0, osl=1)}, "workload.isl_tokens"),
+        ({"targets": Targets(ttft_ms=-1)}, "targets.ttft_ms"),
+        ({"targets": Targets(tpot_ms=float("nan"))}, "targets.tpot_ms"),
+        ({"total_gpus": -4}, "total_gpus"),
+        ({"modes": ("static",)}, "modes[0]"),
+        ({"backends": ("vllm", "vllm")}, "backends"),
+        ({"space": Space(tp=(0,))}, "space.tp"),
+        ({"decode_space": Space(tp=(2, 2))}, "decode_space.tp"),
+        ({"replica": Replica(max_prefill_workers=10**6)}, "replica.max_prefill_workers"),
+        ({"engine": dataclasses.replace(CONFIG, tp=4)}, "engine.parallel"),
+        ({"decode_engine": dataclasses.replace(CONFIG, profile="reference")}, "decode_engine.profile"),
+        ({"nextn_accepted": 1.0}, "nextn_accepted"),
+        ({"top": -1}, "top"),
+    ],
+)
+def test_malformed_searches_are_refused_by_field(client: Client, changes, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        client.search_result(dataclasses.replace(TASK, **changes))
+    assert caught.value.details["field"] == field
+
+
+def test_unknown_names_and_limits_are_typed(client: Client) -> None:
+    with pytest.raises(NotFound, match="vllm"):
+        client.search_result(dataclasses.replace(TASK, backends=("vlm",)))
+    with pytest.raises(NotFound, match="Qwen3-32B"):
+        engine = dataclasses.replace(CONFIG, model="Qwen/Qwen3-32B-FP9")
+        client.search_result(dataclasses.replace(TASK, engine=engine))
+    with pytest.raises(LimitExceeded, match="rows"):
+        client.search_result(dataclasses.replace(TASK, max_rows=10**6))
+    with pytest.raises(LimitExceeded, match="output tokens"):
+        client.search_result(dataclasses.replace(TASK, workload=Workload(isl=1, osl=2**31 - 1)))
+    with pytest.raises(LimitExceeded, match="combinations"):
+        wide = tuple(range(1, 65))
+        client.search_result(dataclasses.replace(TASK, space=Space(tp=wide, pp=wide, attn_dp=wide, moe_tp=wide)))
