@@ -13,6 +13,8 @@ from perfcast_client.channel import Tls, bearer
 from perfcast_client.client import Client
 from perfcast_client.config import EngineConfig
 from perfcast_client.errors import PerfcastError
+from perfcast_client.local import LocalSurface
+from perfcast_client.local_aio import AsyncLocalSurface
 from perfcast_client.search import Replica, SearchTask, Space, Targets
 from perfcast_client.serving import (
     Aggregated,
@@ -30,6 +32,7 @@ from perfcast_client.steps import DecodeStep, DecodeTrajectory, Mixed, Prefill
 __all__ = [
     "Aggregated",
     "AsyncClient",
+    "AsyncLocalSurface",
     "Client",
     "DecodeStep",
     "DecodeTrajectory",
@@ -39,6 +42,7 @@ __all__ = [
     "KvTransfer",
     "Limits",
     "Matching",
+    "LocalSurface",
     "Mixed",
     "PerfcastError",
     "Pool",

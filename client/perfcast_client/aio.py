@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -17,9 +19,12 @@ from perfcast_client.channel import OPTIONS, Metadata, Tls
 from perfcast_client.config import EngineConfig
 from perfcast_client.deployments import Estimate, MemoryEstimate, SearchProgress, SearchResult
 from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
+from perfcast_client.local import REFRESH_S
+from perfcast_client.local_aio import AsyncLocalSurface
 from perfcast_client.record import EngineLike
 from perfcast_client.search import SearchTask
 from perfcast_client.serving import Deployment, Limits, Workload
+from perfcast_client.snapshot import Received
 from perfcast_client.steps import Step
 
 T = TypeVar("T")
@@ -189,6 +194,34 @@ class AsyncClient:
             prediction_pb2.StreamStepsResponse.FromString,
         )
         return AsyncStepStream(rpc(metadata=self._call_metadata(), wait_for_ready=self._wait_for_ready), engine)
+
+    async def surface(
+        self,
+        engine: EngineLike,
+        *,
+        max_pass_tokens: int = 0,
+        ask: bool = True,
+        refresh_s: float = REFRESH_S,
+        file: str | Path | None = None,
+    ) -> AsyncLocalSurface:
+        """The engine's surface, to ask in this process: see ``LocalSurface`` for the options.
+
+        max_pass_tokens: reach at least so many tokens in one pass; 0 is the server's default. Raises InvalidRequest
+        where the engine has no surface.
+        """
+        return await AsyncLocalSurface.fetch(
+            self, engine, max_pass_tokens=max_pass_tokens, ask=ask, refresh_s=refresh_s, file=file
+        )
+
+    async def get_surface(self, engine: EngineLike, max_pass_tokens: int = 0, known_hash: str = "") -> Received:
+        """What ``surface`` is made of; without the surface itself where ``known_hash`` is its hash."""
+        call = calls.surface(engine, max_pass_tokens, known_hash)
+        try:
+            return Received.of([message async for message in self._stream(call, None)])
+        except UnknownHandle:
+            if call.inline is None:
+                raise
+        return Received.of([message async for message in self._stream(replace(call, request=call.inline), None)])
 
     async def _run(self, call: Call[T], deadline_s: float | None) -> T:
         if self._info is None:

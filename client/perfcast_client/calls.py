@@ -12,11 +12,11 @@ from perfcast.v1 import API_REVISION, catalog_pb2, prediction_pb2, search_pb2, s
 
 from perfcast_client import deployments, errors, results, serving
 from perfcast_client._version import __version__
-from perfcast_client.channel import DEFAULT_DEADLINE_S, SEARCH_DEADLINE_S
+from perfcast_client.channel import DEFAULT_DEADLINE_S, SEARCH_DEADLINE_S, SURFACE_DEADLINE_S
 from perfcast_client.config import EngineConfig
 from perfcast_client.record import EngineLike, put_engine
 from perfcast_client.search import SearchTask
-from perfcast_client.steps import Step, put_columns, put_step
+from perfcast_client.steps import Step, put_columns, put_step, whole
 
 T = TypeVar("T")
 CATALOG, PREDICTION = "/perfcast.v1.Catalog/", "/perfcast.v1.Prediction/"
@@ -87,6 +87,18 @@ def predict_many(
     request, inline = _both(request, engine)
     response = prediction_pb2.PredictStepsResponse
     return Call(PREDICTION + "PredictSteps", request, response, results.Predictions.of, inline=inline)
+
+
+def surface(engine: EngineLike, max_pass_tokens: int, known_hash: str) -> Call[prediction_pb2.GetSurfaceResponse]:
+    request, inline = _both(
+        prediction_pb2.GetSurfaceRequest(
+            max_pass_tokens=whole("max_pass_tokens", max_pass_tokens), known_surface_hash=known_hash
+        ),
+        engine,
+    )
+    response = prediction_pb2.GetSurfaceResponse
+    path = PREDICTION + "GetSurface"
+    return Call(path, request, response, lambda message: message, SURFACE_DEADLINE_S, inline)
 
 
 def _both(request: Any, engine: EngineLike) -> tuple[Any, Any]:

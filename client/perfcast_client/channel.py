@@ -14,6 +14,7 @@ from perfcast_client._version import __version__
 
 MAX_MESSAGE_BYTES = 16 << 20
 DEFAULT_DEADLINE_S = 5.0
+SURFACE_DEADLINE_S = 30.0
 SEARCH_DEADLINE_S = 60.0
 
 Metadata = Callable[[], Iterable[tuple[str, str]]]

@@ -6,6 +6,8 @@ import os
 import queue
 import threading
 from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -18,9 +20,11 @@ from perfcast_client.channel import OPTIONS, Metadata, Tls
 from perfcast_client.config import EngineConfig
 from perfcast_client.deployments import Estimate, MemoryEstimate, SearchProgress, SearchResult
 from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
+from perfcast_client.local import REFRESH_S, LocalSurface
 from perfcast_client.record import EngineLike
 from perfcast_client.search import SearchTask
 from perfcast_client.serving import Deployment, Limits, Workload
+from perfcast_client.snapshot import Received
 from perfcast_client.steps import Step
 
 T = TypeVar("T")
@@ -193,6 +197,34 @@ class Client(Questions):
             prediction_pb2.StreamStepsResponse.FromString,
         )
         return StepStream(rpc, engine, self._call_metadata(), self._wait_for_ready)
+
+    def surface(
+        self,
+        engine: EngineLike,
+        *,
+        max_pass_tokens: int = 0,
+        ask: bool = True,
+        refresh_s: float = REFRESH_S,
+        file: str | Path | None = None,
+    ) -> LocalSurface:
+        """The engine's surface, to ask in this process: see ``LocalSurface`` for the options.
+
+        max_pass_tokens: reach at least so many tokens in one pass; 0 is the server's default. Raises InvalidRequest
+        where the engine has no surface.
+        """
+        return LocalSurface.fetch(
+            self, engine, max_pass_tokens=max_pass_tokens, ask=ask, refresh_s=refresh_s, file=file
+        )
+
+    def get_surface(self, engine: EngineLike, max_pass_tokens: int = 0, known_hash: str = "") -> Received:
+        """What ``surface`` is made of; without the surface itself where ``known_hash`` is its hash."""
+        call = calls.surface(engine, max_pass_tokens, known_hash)
+        try:
+            return Received.of(self._stream(call, None))
+        except UnknownHandle:
+            if call.inline is None:
+                raise
+        return Received.of(self._stream(replace(call, request=call.inline), None))
 
     def _run(self, call: Call[T], deadline_s: float | None) -> T:
         if self._info is None:

@@ -74,6 +74,14 @@ class OutOfDomain(PerfcastError):
     """Outside the declared domain, with extrapolation forbidden."""
 
 
+class OutOfSurface(OutOfDomain):
+    """A point that a local surface does not reach, and no server to ask; ``details["point"]`` is its index."""
+
+
+class DamagedSurface(PerfcastError, ValueError):
+    """A file or an answer that is no whole surface, or one that this version cannot read."""
+
+
 class LimitExceeded(PerfcastError):
     """Too many points, bytes or calls at once."""
 

@@ -90,7 +90,7 @@ def put_step(request: prediction_pb2.PredictStepRequest | prediction_pb2.StreamS
     for item in fields(step):
         name = step.wire.get(item.name, item.name)
         value = getattr(step, item.name)
-        number = _real(item.name, value) if item.name == "imbalance" else _whole(item.name, value)
+        number = real(item.name, value) if item.name == "imbalance" else whole(item.name, value)
         setattr(message, name, number)
 
 
@@ -101,13 +101,13 @@ def put_columns(request: prediction_pb2.PredictStepsRequest, step: Step) -> None
     for item in fields(step):
         value = getattr(step, item.name)
         if item.name in step.wire:
-            column = _reals(item.name, value) if item.name == "imbalance" else _wholes(item.name, value)
+            column = reals(item.name, value) if item.name == "imbalance" else wholes(item.name, value)
             getattr(message, step.wire[item.name]).extend(column.tolist())
         else:
-            setattr(message, item.name, _whole(item.name, value))
+            setattr(message, item.name, whole(item.name, value))
 
 
-def _whole(name: str, value: Any) -> int:
+def whole(name: str, value: Any) -> int:
     if isinstance(value, bool | np.bool_):
         raise refused(name, value, "is not a whole number")
     try:
@@ -121,14 +121,14 @@ def _whole(name: str, value: Any) -> int:
     return number
 
 
-def _real(name: str, value: Any) -> float:
+def real(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
         raise refused(name, value, "is not a number") from None
 
 
-def _wholes(name: str, values: Any) -> np.ndarray:
+def wholes(name: str, values: Any) -> np.ndarray:
     column = _column(name, values)
     if column.dtype.kind == "f":
         if not np.equal(column, np.floor(column)).all():
@@ -140,7 +140,7 @@ def _wholes(name: str, values: Any) -> np.ndarray:
     return column.astype(np.int32)
 
 
-def _reals(name: str, values: Any) -> np.ndarray:
+def reals(name: str, values: Any) -> np.ndarray:
     column = _column(name, values)
     if column.dtype.kind not in "iuf":
         raise refused(name, values, "does not hold numbers")

@@ -17,7 +17,7 @@ from perfcast.v1 import common_pb2, prediction_pb2
 from perfcast_engine.errors import EngineError
 from perfcast_engine.predictor import Predictor
 
-from perfcast_server import catalog, logs, prediction, reflection, search, serving
+from perfcast_server import catalog, logs, prediction, reflection, search, serving, surfaces
 from perfcast_server.engines import PROBES, Engines
 from perfcast_server.errors import ServiceError
 from perfcast_server.lifecycle import Health, Lifecycle, State
@@ -37,9 +37,12 @@ def services(
     """Every service with its methods."""
     listing = catalog.Catalog(engines, settings)
     offered: dict[str, tuple[Method, ...]] = {
-        prediction.SERVICE: prediction.Prediction(engines, settings, metrics).methods(),
         serving.SERVICE: serving.Serving(engines, settings).methods(),
         search.SERVICE: search.Search(searchers).methods(),
+        prediction.SERVICE: (
+            *prediction.Prediction(engines, settings, metrics).methods(),
+            surfaces.Surfaces(engines, settings, metrics).method(),
+        ),
         catalog.SERVICE: listing.methods(),
     }
     listing.methods_served = tuple(f"{name}/{method.name}" for name in offered for method in offered[name])

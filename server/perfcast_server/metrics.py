@@ -45,6 +45,10 @@ class Metrics:
         self.response_hits = Counter("response_cache_hits", "Answers given from bytes", registry=registry)
         self.response_misses = Counter("response_cache_misses", "Answers worked out", registry=registry)
         self.response_bytes = Gauge("response_cache_bytes", "Bytes of kept answers", registry=registry)
+        self.surface_bytes = Gauge("surface_cache_bytes", "Bytes of kept surfaces", registry=registry)
+        self.surface_seconds = Histogram(
+            "surface_compile_seconds", "Time to compile a surface", buckets=LOAD_SECONDS, registry=registry
+        )
         self.data_misses = Counter("data_miss", "Points without measured data", ("op",), registry=registry)
         self.refusals = Counter("refusals", "Calls refused, by reason", ("reason",), registry=registry)
 

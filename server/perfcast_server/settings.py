@@ -54,6 +54,7 @@ class Settings:
     response_cache_bytes: int = _setting(64 << 20, "bound of the cache of serialised answers; 0 is off")
     max_engines: int = _setting(128, "engines kept ready; the least recently used leaves first")
     max_engine_bytes: int = _setting(1 << 30, "tables of engines kept ready; loading one more makes room")
+    max_surface_bytes: int = _setting(256 << 20, "bound of the cache of compiled surfaces")
     max_handles: int = _setting(4096, "configurations remembered by handle")
     drain_delay_s: float = _setting(0.0, "seconds between NOT_SERVING and refusing new calls on SIGTERM")
     drain_grace_s: float = _setting(30.0, "seconds that work in flight may still take on SIGTERM")

@@ -1,4 +1,4 @@
-"""Compiled surfaces of engines: what evaluates inside the measurements, in the server and in the caller's process.
+"""Compiled surfaces of engines: what evaluates steps in the server and in the caller's process with the same digits.
 
 Needs numpy only and knows no tables, no gRPC: the engine compiles surfaces, the client reads them.
 """

@@ -148,8 +148,9 @@ class StepSurface:
         batch, osl, beam = _where(good, batch), _where(good, osl), _where(good, beam)
         samples = np.ceil((osl - 1) / stride).astype(np.int64)
         ends, ms = np.cumsum(samples), np.zeros(len(batch))
-        for start in range(0, int(ends[-1]), SAMPLES):
-            index = np.arange(start, min(start + SAMPLES, int(ends[-1])))
+        total = int(samples.sum())
+        for start in range(0, total, SAMPLES):
+            index = np.arange(start, min(start + SAMPLES, total))
             point = ends.searchsorted(index, "right")
             offset = (index - (ends - samples)[point]) * float(stride)
             rows = batch[point] * (self.rules.nextn + 1)

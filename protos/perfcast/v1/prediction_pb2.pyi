@@ -10,7 +10,6 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
-import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import perfcast.v1.common_pb2
 import sys
@@ -22,66 +21,6 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
-
-class _SurfacePhase:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _SurfacePhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SurfacePhase.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    SURFACE_PHASE_UNSPECIFIED: _SurfacePhase.ValueType  # 0
-    SURFACE_PHASE_CONTEXT: _SurfacePhase.ValueType  # 1
-    SURFACE_PHASE_GENERATION: _SurfacePhase.ValueType  # 2
-
-class SurfacePhase(_SurfacePhase, metaclass=_SurfacePhaseEnumTypeWrapper): ...
-
-SURFACE_PHASE_UNSPECIFIED: SurfacePhase.ValueType  # 0
-SURFACE_PHASE_CONTEXT: SurfacePhase.ValueType  # 1
-SURFACE_PHASE_GENERATION: SurfacePhase.ValueType  # 2
-Global___SurfacePhase: typing_extensions.TypeAlias = SurfacePhase
-
-class _SurfaceReads:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _SurfaceReadsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SurfaceReads.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    SURFACE_READS_UNSPECIFIED: _SurfaceReads.ValueType  # 0
-    SURFACE_READS_TOKENS: _SurfaceReads.ValueType  # 1
-    """The token count of the pass."""
-    SURFACE_READS_BATCH: _SurfaceReads.ValueType  # 2
-    """The request count."""
-    SURFACE_READS_SEQUENCE: _SurfaceReads.ValueType  # 3
-    """Batch, length and prefix."""
-
-class SurfaceReads(_SurfaceReads, metaclass=_SurfaceReadsEnumTypeWrapper):
-    """Which coordinate of a pass a term reads."""
-
-SURFACE_READS_UNSPECIFIED: SurfaceReads.ValueType  # 0
-SURFACE_READS_TOKENS: SurfaceReads.ValueType  # 1
-"""The token count of the pass."""
-SURFACE_READS_BATCH: SurfaceReads.ValueType  # 2
-"""The request count."""
-SURFACE_READS_SEQUENCE: SurfaceReads.ValueType  # 3
-"""Batch, length and prefix."""
-Global___SurfaceReads: typing_extensions.TypeAlias = SurfaceReads
-
-class _ArrayType:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _ArrayTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ArrayType.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    ARRAY_TYPE_UNSPECIFIED: _ArrayType.ValueType  # 0
-    ARRAY_TYPE_FLOAT64: _ArrayType.ValueType  # 1
-    ARRAY_TYPE_INT64: _ArrayType.ValueType  # 2
-
-class ArrayType(_ArrayType, metaclass=_ArrayTypeEnumTypeWrapper): ...
-
-ARRAY_TYPE_UNSPECIFIED: ArrayType.ValueType  # 0
-ARRAY_TYPE_FLOAT64: ArrayType.ValueType  # 1
-ARRAY_TYPE_INT64: ArrayType.ValueType  # 2
-Global___ArrayType: typing_extensions.TypeAlias = ArrayType
 
 @typing.final
 class ResolveEngineRequest(google.protobuf.message.Message):
@@ -740,7 +679,7 @@ class GetSurfaceRequest(google.protobuf.message.Message):
     KNOWN_SURFACE_HASH_FIELD_NUMBER: builtins.int
     handle: builtins.str
     max_pass_tokens: builtins.int
-    """Token table up to this many tokens per pass; 0 means the server's default."""
+    """Tables up to this many tokens per pass; 0 means the server's default, more than its bound means that."""
     known_surface_hash: builtins.str
     """The hash of a surface that the caller holds; if it still holds, the answer is a header alone."""
     @property
@@ -770,12 +709,12 @@ class GetSurfaceResponse(google.protobuf.message.Message):
         """Always the first."""
 
     @property
-    def chunk(self) -> Global___ArrayChunk: ...
+    def chunk(self) -> Global___ArraysChunk: ...
     def __init__(
         self,
         *,
         header: Global___SurfaceHeader | None = ...,
-        chunk: Global___ArrayChunk | None = ...,
+        chunk: Global___ArraysChunk | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part"]) -> None: ...
@@ -785,28 +724,44 @@ Global___GetSurfaceResponse: typing_extensions.TypeAlias = GetSurfaceResponse
 
 @typing.final
 class SurfaceHeader(google.protobuf.message.Message):
+    """What a surface consists of. A step is the sum of its phase's tables and terms (README of the surface room)."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ENGINE_FIELD_NUMBER: builtins.int
     SURFACE_HASH_FIELD_NUMBER: builtins.int
     UNCHANGED_FIELD_NUMBER: builtins.int
     DOMAIN_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
+    RULES_FIELD_NUMBER: builtins.int
+    PLANES_FIELD_NUMBER: builtins.int
+    CONTEXT_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     ARRAYS_FIELD_NUMBER: builtins.int
-    TERMS_FIELD_NUMBER: builtins.int
-    NEXTN_FIELD_NUMBER: builtins.int
     surface_hash: builtins.str
-    """Content hash over header and arrays."""
+    """Content hash over everything that decides an answer, equal on every replica."""
     unchanged: builtins.bool
-    """Whether the caller's known surface is this one; then no chunk follows."""
-    nextn: builtins.int
+    """Whether the caller's known surface is this one; then nothing below is set and no chunk follows."""
+    format: builtins.int
+    """Version of what follows; a reader refuses one that it does not know."""
     @property
     def engine(self) -> perfcast.v1.common_pb2.EngineStamp: ...
     @property
     def domain(self) -> Global___SurfaceDomain: ...
     @property
-    def arrays(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SurfaceArray]: ...
+    def rules(self) -> Global___SurfaceRules: ...
     @property
-    def terms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SurfaceTerm]: ...
+    def planes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SurfacePlane]: ...
+    @property
+    def context(self) -> Global___SurfacePhase: ...
+    @property
+    def generation(self) -> Global___SurfacePhase: ...
+    @property
+    def arrays(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SurfaceArray]:
+        """In the order of their bytes in the chunks: the tables "<phase>.tokens", ".logits" and ".requests", ms at 0, 1, 2 ...,
+        empty where nothing depends on the count; and of each plane "plane<i>.values", "plane<i>.axis<k>".
+        """
+
     def __init__(
         self,
         *,
@@ -814,41 +769,119 @@ class SurfaceHeader(google.protobuf.message.Message):
         surface_hash: builtins.str = ...,
         unchanged: builtins.bool = ...,
         domain: Global___SurfaceDomain | None = ...,
+        format: builtins.int = ...,
+        rules: Global___SurfaceRules | None = ...,
+        planes: collections.abc.Iterable[Global___SurfacePlane] | None = ...,
+        context: Global___SurfacePhase | None = ...,
+        generation: Global___SurfacePhase | None = ...,
         arrays: collections.abc.Iterable[Global___SurfaceArray] | None = ...,
-        terms: collections.abc.Iterable[Global___SurfaceTerm] | None = ...,
-        nextn: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["domain", b"domain", "engine", b"engine"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arrays", b"arrays", "domain", b"domain", "engine", b"engine", "nextn", b"nextn", "surface_hash", b"surface_hash", "terms", b"terms", "unchanged", b"unchanged"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context", "domain", b"domain", "engine", b"engine", "generation", b"generation", "rules", b"rules"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arrays", b"arrays", "context", b"context", "domain", b"domain", "engine", b"engine", "format", b"format", "generation", b"generation", "planes", b"planes", "rules", b"rules", "surface_hash", b"surface_hash", "unchanged", b"unchanged"]) -> None: ...
 
 Global___SurfaceHeader: typing_extensions.TypeAlias = SurfaceHeader
 
 @typing.final
 class SurfaceDomain(google.protobuf.message.Message):
-    """Where a surface is valid. Outside it, ask the server."""
+    """The largest counts that a surface reaches, each by itself. Points within that were not measured have no answer
+    either. Beyond it, ask the server.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MAX_PASS_TOKENS_FIELD_NUMBER: builtins.int
-    MAX_BATCH_PER_RANK_FIELD_NUMBER: builtins.int
+    MAX_PREFILL_BATCH_PER_RANK_FIELD_NUMBER: builtins.int
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    MAX_DECODE_BATCH_PER_RANK_FIELD_NUMBER: builtins.int
     MAX_KV_TOKENS_FIELD_NUMBER: builtins.int
     max_pass_tokens: builtins.int
-    max_batch_per_rank: builtins.int
+    max_prefill_batch_per_rank: builtins.int
+    max_prompt_tokens: builtins.int
+    max_decode_batch_per_rank: builtins.int
     max_kv_tokens: builtins.int
     def __init__(
         self,
         *,
         max_pass_tokens: builtins.int = ...,
-        max_batch_per_rank: builtins.int = ...,
+        max_prefill_batch_per_rank: builtins.int = ...,
+        max_prompt_tokens: builtins.int = ...,
+        max_decode_batch_per_rank: builtins.int = ...,
         max_kv_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_batch_per_rank", b"max_batch_per_rank", "max_kv_tokens", b"max_kv_tokens", "max_pass_tokens", b"max_pass_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_decode_batch_per_rank", b"max_decode_batch_per_rank", "max_kv_tokens", b"max_kv_tokens", "max_pass_tokens", b"max_pass_tokens", "max_prefill_batch_per_rank", b"max_prefill_batch_per_rank", "max_prompt_tokens", b"max_prompt_tokens"]) -> None: ...
 
 Global___SurfaceDomain: typing_extensions.TypeAlias = SurfaceDomain
 
 @typing.final
+class SurfaceRules(google.protobuf.message.Message):
+    """How steps are composed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NEXTN_FIELD_NUMBER: builtins.int
+    ONE_LOGITS_ROW_FIELD_NUMBER: builtins.int
+    PREFIX_PER_PROMPT_FIELD_NUMBER: builtins.int
+    WHOLE_PROMPTS_FIELD_NUMBER: builtins.int
+    nextn: builtins.int
+    """Draft depth: a decode iteration carries nextn + 1 tokens a request."""
+    one_logits_row: builtins.bool
+    """Mixed steps: one row for the vocabulary projection."""
+    prefix_per_prompt: builtins.bool
+    """A cached prefix is subtracted for whole prompts only."""
+    whole_prompts: builtins.bool
+    """Context attention is priced for whole prompts, over the number of chunks."""
+    def __init__(
+        self,
+        *,
+        nextn: builtins.int = ...,
+        one_logits_row: builtins.bool = ...,
+        prefix_per_prompt: builtins.bool = ...,
+        whole_prompts: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nextn", b"nextn", "one_logits_row", b"one_logits_row", "prefix_per_prompt", b"prefix_per_prompt", "whole_prompts", b"whole_prompts"]) -> None: ...
+
+Global___SurfaceRules: typing_extensions.TypeAlias = SurfaceRules
+
+@typing.final
+class SurfacePlane(google.protobuf.message.Message):
+    """Values at all combinations of the knots of its axes, with a NaN around them on every side."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AXES_FIELD_NUMBER: builtins.int
+    ROOTS_FIELD_NUMBER: builtins.int
+    axes: builtins.int
+    roots: builtins.bool
+    """Square roots are blended on the first axis."""
+    def __init__(
+        self,
+        *,
+        axes: builtins.int = ...,
+        roots: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["axes", b"axes", "roots", b"roots"]) -> None: ...
+
+Global___SurfacePlane: typing_extensions.TypeAlias = SurfacePlane
+
+@typing.final
+class SurfacePhase(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TERMS_FIELD_NUMBER: builtins.int
+    @property
+    def terms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SurfaceTerm]: ...
+    def __init__(
+        self,
+        *,
+        terms: collections.abc.Iterable[Global___SurfaceTerm] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["terms", b"terms"]) -> None: ...
+
+Global___SurfacePhase: typing_extensions.TypeAlias = SurfacePhase
+
+@typing.final
 class SurfaceTerm(google.protobuf.message.Message):
-    """One summand of a phase: an evaluator by name, its parameters and the arrays that it reads."""
+    """One summand that depends on batch, length and prefix: an evaluator by name, its parameters and the planes it reads."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -868,101 +901,69 @@ class SurfaceTerm(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    @typing.final
-    class ArraysEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
-    NAME_FIELD_NUMBER: builtins.int
-    PHASE_FIELD_NUMBER: builtins.int
-    READS_FIELD_NUMBER: builtins.int
     EVALUATOR_FIELD_NUMBER: builtins.int
-    SCALE_FIELD_NUMBER: builtins.int
     IS_ATTENTION_FIELD_NUMBER: builtins.int
+    SCALE_FIELD_NUMBER: builtins.int
     PARAMETERS_FIELD_NUMBER: builtins.int
-    ARRAYS_FIELD_NUMBER: builtins.int
-    name: builtins.str
-    phase: Global___SurfacePhase.ValueType
-    reads: Global___SurfaceReads.ValueType
+    PLANES_FIELD_NUMBER: builtins.int
     evaluator: builtins.str
-    """E.g. "integer_table", "context_attention", "generation_attention"."""
-    scale: builtins.float
     is_attention: builtins.bool
     """Priced apart in mixed steps."""
+    scale: builtins.float
     @property
     def parameters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
     @property
-    def arrays(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Role in the evaluator -> name of an array."""
-
+    def planes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
-        name: builtins.str = ...,
-        phase: Global___SurfacePhase.ValueType = ...,
-        reads: Global___SurfaceReads.ValueType = ...,
         evaluator: builtins.str = ...,
-        scale: builtins.float = ...,
         is_attention: builtins.bool = ...,
+        scale: builtins.float = ...,
         parameters: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
-        arrays: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        planes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrays", b"arrays", "evaluator", b"evaluator", "is_attention", b"is_attention", "name", b"name", "parameters", b"parameters", "phase", b"phase", "reads", b"reads", "scale", b"scale"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evaluator", b"evaluator", "is_attention", b"is_attention", "parameters", b"parameters", "planes", b"planes", "scale", b"scale"]) -> None: ...
 
 Global___SurfaceTerm: typing_extensions.TypeAlias = SurfaceTerm
 
 @typing.final
 class SurfaceArray(google.protobuf.message.Message):
+    """Of float64."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
-    TYPE_FIELD_NUMBER: builtins.int
     SHAPE_FIELD_NUMBER: builtins.int
     name: builtins.str
-    type: Global___ArrayType.ValueType
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
         name: builtins.str = ...,
-        type: Global___ArrayType.ValueType = ...,
         shape: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "shape", b"shape", "type", b"type"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "shape", b"shape"]) -> None: ...
 
 Global___SurfaceArray: typing_extensions.TypeAlias = SurfaceArray
 
 @typing.final
-class ArrayChunk(google.protobuf.message.Message):
-    """A piece of an array, little-endian, C order."""
+class ArraysChunk(google.protobuf.message.Message):
+    """A piece of all arrays put end to end: little-endian, C order."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: builtins.int
     OFFSET_BYTES_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
-    name: builtins.str
     offset_bytes: builtins.int
     data: builtins.bytes
     def __init__(
         self,
         *,
-        name: builtins.str = ...,
         offset_bytes: builtins.int = ...,
         data: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "name", b"name", "offset_bytes", b"offset_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "offset_bytes", b"offset_bytes"]) -> None: ...
 
-Global___ArrayChunk: typing_extensions.TypeAlias = ArrayChunk
+Global___ArraysChunk: typing_extensions.TypeAlias = ArraysChunk

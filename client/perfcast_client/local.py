@@ -1,0 +1,255 @@
+"""Steps evaluated in this process, from a surface that is fetched once and kept fresh."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from math import nan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import numpy as np
+from numpy.typing import ArrayLike
+from perfcast_surface.surface import Domain
+
+from perfcast_client import errors
+from perfcast_client.config import EngineConfig
+from perfcast_client.record import EngineLike
+from perfcast_client.results import F64, Engine, EngineStamp
+from perfcast_client.snapshot import Received, Snapshot, out_of_surface, some
+from perfcast_client.steps import DecodeStep, DecodeTrajectory, Mixed, Prefill, Step
+
+if TYPE_CHECKING:
+    from perfcast_client.client import Client
+
+REFRESH_S = 300.0
+ASKED_TOGETHER = 10_000  # points
+NO_ANSWER = (errors.Unavailable, errors.DeadlineExceeded, errors.LimitExceeded, errors.ServerFault)
+
+
+class Surfaced:
+    """The surface in force. It is replaced as a whole, so every answer comes from one surface."""
+
+    def __init__(self, snapshot: Snapshot, max_pass_tokens: int, ask: bool, file: str | Path | None) -> None:
+        self._now = snapshot
+        self._max_pass_tokens = max_pass_tokens
+        self._ask = ask
+        self._file = file
+        self.last_error: Exception | None = None
+        """Why the last refresh failed; None where it did not."""
+
+    @property
+    def stamp(self) -> EngineStamp:
+        """Engine and data version of the answers."""
+        return self._now.stamp
+
+    @property
+    def surface_hash(self) -> str:
+        return self._now.surface_hash
+
+    @property
+    def domain(self) -> Domain:
+        """The largest counts that the surface reaches, each by itself."""
+        return self._now.domain
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since a server said that the surface holds."""
+        return max(time.time() - self._now.fetched_s, 0.0)
+
+    def save(self, path: str | Path) -> None:
+        """Write the surface in force to one file."""
+        self._now.save(path)
+
+    def _prefill(self, batch: Any, isl: Any, prefix: Any) -> float:
+        """The answer to ints; NaN where it takes more than that."""
+        if type(batch) is int and type(isl) is int and type(prefix) is int:
+            return cast(float, self._now.steps.prefill(batch, isl, prefix))
+        return nan
+
+    def _decode_step(self, batch: Any, isl: Any, osl: Any) -> float:
+        if type(batch) is int and type(isl) is int and type(osl) is int:
+            return cast(float, self._now.steps.decode_step(batch, isl, osl))
+        return nan
+
+    def _mixed(self, ctx_tokens: Any, gen_requests: Any, isl: Any, osl: Any, prefix: Any) -> float:
+        if all(type(value) is int for value in (ctx_tokens, gen_requests, isl, osl, prefix)):
+            return cast(float, self._now.steps.mixed(ctx_tokens, gen_requests, isl, osl, prefix))
+        return nan
+
+    def _adopt(self, received: Received) -> bool:
+        """Whether anything changed."""
+        old, self._now = self._now, Snapshot.of(received, self._now.engine, self._now)
+        self.last_error = None
+        if self._file is not None:
+            try:
+                self._now.save(self._file)
+            except OSError as error:
+                self.last_error = error
+        return old.stamp.data_version != self._now.stamp.data_version or old.surface_hash != self._now.surface_hash
+
+
+def first(received: Received, engine: EngineLike) -> Snapshot:
+    return Snapshot.of(received, _named(engine))
+
+
+def _named(engine: EngineLike) -> EngineConfig | str:
+    return engine.config if isinstance(engine, Engine) else engine
+
+
+def fallback(file: str | Path | None, engine: EngineLike) -> Snapshot | None:
+    """The last good surface of ``engine``, None where there is none."""
+    if file is not None:
+        with contextlib.suppress(OSError, errors.DamagedSurface):
+            snapshot = Snapshot.load(file)
+            return snapshot if snapshot.engine == _named(engine) else None
+    return None
+
+
+def pending(ms: float | F64) -> tuple[F64, np.ndarray]:
+    """Latencies, and the indices of those that are still to be found."""
+    found = np.asarray(ms)
+    return found, np.flatnonzero(np.isnan(found))
+
+
+def parts(which: np.ndarray) -> Iterator[np.ndarray]:
+    return (which[i : i + ASKED_TOGETHER] for i in range(0, len(which), ASKED_TOGETHER))
+
+
+class LocalSurface(Surfaced):
+    """Steps of one engine in this process, with the server's numbers; safe to share between threads.
+
+    Numbers give a float, arrays (N,) an array (N,) of ms. What lies outside of the surface is asked of the server, or
+    raises OutOfSurface where there is none or ``ask`` is False. ``refresh_s``: seconds between questions whether the
+    surface still holds, asked by a thread of its own; 0 is never. ``file`` keeps the last good surface, which stands in
+    while no server answers. Made by ``Client.surface``.
+    """
+
+    def __init__(
+        self,
+        client: Client | None,
+        snapshot: Snapshot,
+        *,
+        max_pass_tokens: int = 0,
+        ask: bool = True,
+        refresh_s: float = REFRESH_S,
+        file: str | Path | None = None,
+    ) -> None:
+        super().__init__(snapshot, max_pass_tokens, ask, file)
+        self._client = client
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        if client is not None and refresh_s > 0:
+            weakref.finalize(self, self._stop.set)
+            arguments = (weakref.ref(self), self._stop, refresh_s)
+            threading.Thread(target=_keep_fresh, args=arguments, name="perfcast-surface", daemon=True).start()
+
+    @classmethod
+    def fetch(
+        cls,
+        client: Client,
+        engine: EngineLike,
+        *,
+        max_pass_tokens: int = 0,
+        file: str | Path | None = None,
+        **options: Any,
+    ) -> Self:
+        """See ``Client.surface``."""
+        failed: Exception | None = None
+        try:
+            snapshot = first(client.get_surface(engine, max_pass_tokens), engine)
+        except NO_ANSWER as error:
+            kept, failed = fallback(file, engine), error
+            if kept is None:
+                raise
+            snapshot = kept
+        surface = cls(client, snapshot, max_pass_tokens=max_pass_tokens, file=file, **options)
+        surface.last_error = failed
+        if failed is None and file is not None:
+            snapshot.save(file)
+        return surface
+
+    @classmethod
+    def load(cls, path: str | Path, client: Client | None = None, **options: Any) -> Self:
+        """From a file that ``save`` wrote; with a ``client`` it is kept fresh. Raises DamagedSurface, OSError."""
+        return cls(client, Snapshot.load(path), **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """No more refreshes; the surface still answers."""
+        self._stop.set()
+
+    def prefill(self, batch: ArrayLike, isl: ArrayLike, prefix: ArrayLike = 0) -> Any:
+        """One prefill pass of ``batch`` prompts of ``isl`` tokens each, of which ``prefix`` are cached."""
+        ms = self._prefill(batch, isl, prefix)
+        return ms if ms == ms else self.predict_ms(Prefill(batch, isl, prefix))
+
+    def decode_step(self, batch: ArrayLike, isl: ArrayLike, osl: ArrayLike) -> Any:
+        """One decode iteration of ``batch`` requests in the middle of their ``osl`` output tokens."""
+        ms = self._decode_step(batch, isl, osl)
+        return ms if ms == ms else self.predict_ms(DecodeStep(batch, isl, osl))
+
+    def decode(self, batch: ArrayLike, isl: ArrayLike, osl: ArrayLike, *, beam_width: int = 1, stride: int = 32) -> Any:
+        """The whole generation of ``osl`` tokens, the sum over its iterations."""
+        return self.predict_ms(DecodeTrajectory(batch, isl, osl, beam_width, stride))
+
+    def mixed(
+        self, ctx_tokens: ArrayLike, gen_requests: ArrayLike, isl: ArrayLike, osl: ArrayLike, prefix: ArrayLike = 0
+    ) -> Any:
+        """One iteration with ``ctx_tokens`` prefill tokens and ``gen_requests`` decoding requests."""
+        ms = self._mixed(ctx_tokens, gen_requests, isl, osl, prefix)
+        return ms if ms == ms else self.predict_ms(Mixed(ctx_tokens, gen_requests, isl, osl, prefix))
+
+    def predict_ms(self, step: Step) -> Any:
+        """The latency of ``step``; a float for numbers, (N,) for arrays."""
+        for final in (False, True):  # other data than those of the surface are asked about once more
+            now = self._now
+            found, which = pending(now.ms(step))
+            if not len(which) or self._complete(now, step, found, which, final):
+                break
+        return found if found.ndim else found.item()
+
+    def _complete(self, now: Snapshot, step: Step, found: F64, which: np.ndarray, final: bool) -> bool:
+        """Fill in the points ``which`` from the server. False where the surface turned out to be of older data than the
+        server's and was replaced."""
+        if self._client is None or not self._ask:
+            raise out_of_surface(step, int(which[0]), now.domain)
+        for part in parts(which):
+            told = self._client.predict_many(now.engine, some(step, part))
+            if told.engine.data_version != now.stamp.data_version and not final:
+                with contextlib.suppress(errors.PerfcastError):
+                    if self.refresh():
+                        return False
+            found.reshape(-1)[part] = told.latency_ms
+        return True
+
+    def refresh(self) -> bool:
+        """Ask the server whether the surface still holds, and take the new one where it does not. Whether anything
+        changed; where there is no answer, raises and keeps the surface."""
+        if self._client is None:
+            raise errors.ClientMisuse("this surface came from a file and has no client")
+        with self._lock:
+            try:
+                engine, known = self._now.engine, self._now.surface_hash
+                return self._adopt(self._client.get_surface(engine, self._max_pass_tokens, known))
+            except Exception as error:
+                self.last_error = error
+                raise
+
+
+def _keep_fresh(ref: weakref.ref[LocalSurface], stop: threading.Event, every_s: float) -> None:
+    while not stop.wait(every_s):
+        surface = ref()
+        if surface is None:
+            return
+        with contextlib.suppress(Exception):  # which ``last_error`` tells
+            surface.refresh()
+        del surface
