@@ -125,8 +125,9 @@ class Predictor:
         return recommend(task, TableWorkshop(self.catalog, self.registry), progress, cancelled)
 
     def _data_version(self, resolved: Resolved) -> str:
-        """Digest of the pack, or of the system's figures where there is none."""
+        """Digest of the system's figures, and of the pack where it answers."""
         db = resolved.db
-        if db.mode is Mode.SOL:
-            return hashlib.sha256(repr(db.system).encode()).hexdigest()[:16]
-        return self.catalog.pack(db.system.name, db.backend, db.version).digest[:16]
+        digest = hashlib.sha256(repr(db.system).encode())
+        if db.mode is not Mode.SOL:
+            digest.update(self.catalog.pack(db.system.name, db.backend, db.version).digest.encode())
+        return digest.hexdigest()[:16]
