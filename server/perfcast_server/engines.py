@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from perfcast.v1 import common_pb2
-from perfcast_engine.errors import EngineError
+from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.predictor import Engine, Predictor
 from perfcast_engine.step_result import StepResult
 from perfcast_engine.tables.database import Mode
@@ -146,7 +146,10 @@ class Engines:
         return ready
 
     def _build(self, config: common_pb2.EngineConfig) -> Engine:
-        engine = self.predictor.engine(wire.engine_config(config, self._settings.max_config_json_bytes))
+        try:
+            engine = self.predictor.engine(wire.engine_config(config, self._settings.max_config_json_bytes))
+        except InvalidField as error:
+            raise wire.in_request(error) from error
         for _, probe in PROBES:
             try:
                 probe(engine)

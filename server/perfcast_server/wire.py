@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from perfcast.v1 import common_pb2, prediction_pb2
 from perfcast_engine.answer import F64, Answer, Source
 from perfcast_engine.config import EngineConfig, MoeComm, ParallelConfig, QuantOverrides
+from perfcast_engine.errors import InvalidField
 from perfcast_engine.models import config_json
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.predictor import Engine
@@ -23,6 +24,16 @@ POLICIES = ("aggressive", "off", "conservative", "balanced", "aggressive")
 PROFILES = ("corrected", "corrected", "reference", "calibrated")
 RESOLUTIONS = ("estimate", "estimate", "search")
 ROLES = ("both", "both", "prefill", "decode")
+FIELDS = {  # of the engine's configuration, where the contract calls them otherwise
+    "model": "model_id",
+    "slots": "expert_slots",
+    "eplb": "enable_eplb",
+    "cp": "parallel.cp",
+    "fmha_quant": "quant.fmha",
+    "moe_quant": "quant.moe",
+    "attn_backend": "attention_backend",
+    "megamoe": "moe_backend",
+}
 SHARES = ("silicon_share", "empirical_share", "sol_share", "estimated_share", "mixed_share")  # in order of Source
 
 
@@ -58,6 +69,19 @@ def engine_config(message: common_pb2.EngineConfig, max_config_json_bytes: int) 
         moe_comm=comm or None,
         allow_unlisted_version=message.allow_unlisted_version,
     )
+
+
+def in_request(error: InvalidField) -> ServiceError:
+    """``error`` with the path of its field in the request rather than in the engine's configuration."""
+    field = error.details["field"]
+    head, dot, rest = field.partition(".")
+    if field.startswith("config.json"):
+        path = "inline_model.config_json" + field.removeprefix("config.json")
+    else:
+        path = FIELDS.get(head, head) + dot + rest
+    told = error.message.removeprefix(f"{field}: ")
+    details = {**error.details, "field": f"config.{path}"}
+    return ServiceError(str(error.reason), f"config.{path}: {told}", **details)
 
 
 def _model(message: common_pb2.EngineConfig, max_bytes: int) -> str | ModelSpec:
