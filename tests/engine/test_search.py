@@ -153,6 +153,19 @@ def test_progress_grows_to_the_whole_and_cancellation_stops_between_mappings():
         search(task(), ToyShop(), cancelled=lambda: next(asked))
 
 
+@pytest.mark.parametrize("profile", ["reference", "corrected"])
+def test_matching_is_cancelled_on_its_way(profile):
+    mappings, asked = 2 * 4, 0
+
+    def late():
+        nonlocal asked
+        asked += 1
+        return asked > mappings + 2
+
+    with pytest.raises(Cancelled):
+        search(task(profile=profile, modes=("disagg",)), ToyShop(), cancelled=late)
+
+
 def test_three_gpus_are_found_where_they_serve_best():
     for profile, sizes in (("reference", {1.0, 2.0, 4.0, 8.0, 16.0}), ("corrected", set(map(float, range(1, 17))))):
         experiment = search(task(profile=profile, modes=("disagg",)), ToyShop()).experiments[0]

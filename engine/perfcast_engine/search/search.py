@@ -58,7 +58,8 @@ def search(
     cancelled: Asked = lambda: False,
 ) -> SearchResult:
     """All modes over all backends of a task. ``progress`` is told after every mapping; ``cancelled`` is asked before
-    every mapping and ends the search with Cancelled. Nothing found is an answer, not an error."""
+    every mapping and between pieces of the matching, and ends the search with Cancelled. Nothing found is an answer,
+    not an error."""
     profile = profile_named(task.engine.profile)
     experiments = []
     for backend in task.backends or (task.engine.backend,):
@@ -91,6 +92,10 @@ class _Run:
             accepted=task.accepted, memory_fraction=task.memory_fraction, max_seq_len=task.max_seq_len
         )
 
+    def check(self) -> None:
+        if self.cancelled():
+            raise Cancelled
+
     # --- sweeps ---
 
     def sweep(
@@ -114,8 +119,7 @@ class _Run:
         parts: list[Rows] = []
         built = zip(asked, self.shop.workers(config, asked), strict=True)
         for done, (mapping, candidate) in enumerate(built, 1):
-            if self.cancelled():
-                raise Cancelled
+            self.check()
             if isinstance(candidate, EngineError):
                 self.refused.append((str(mapping), candidate))
                 continue
@@ -187,13 +191,15 @@ class _Run:
             ttft, tpot = self.pairs[0][0], max(tpot for _, tpot in self.pairs)
             rows = match.scaled_apart(prefill, decode, ttft, tpot, *shared, self.profile)
         elif self.profile[ROUNDED_ROWS]:
-            rows = match.swept(prefill, decode, counts, replica, *shared, self.pairs)
+            rows = match.swept(prefill, decode, counts, replica, *shared, self.pairs, self.check)
         else:
-            rows = match.every_pair(prefill, decode, counts, replica, *shared)
+            rows = match.every_pair(prefill, decode, counts, replica, *shared, self.check)
         if not len(rows):
-            near = match.every_pair(prefill, decode, counts, replica, *shared)
+            near = match.every_pair(prefill, decode, counts, replica, *shared, self.check)
             return self._nothing(near, Status.UNMET)
+        self.check()
         rows = rows.sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
+        self.check()
         return self._ranked(rows, self._groups(rows["decode_engine"]))
 
     # --- results ---
@@ -216,6 +222,7 @@ class _Run:
             best = pick_by_objective(rows, group, task.objective, task.total_gpus, task.top)
         else:
             best = pick(rows, group, task.targets, task.total_gpus, task.top, profile)
+        self.check()
         met = bool(eligible(rows, task.targets, profile).any())
         return self._experiment(Status.OK if met else Status.UNMET, rows, best, rows)
 
