@@ -23,6 +23,8 @@ from perfcast_server import searching
 from perfcast_server.errors import ServiceError, refusal
 from perfcast_server.settings import Settings
 
+from perfcast_cli.access import access
+
 T = TypeVar("T")
 
 
@@ -117,5 +119,5 @@ def _told(error: BaseException) -> BaseException:
 def connected(server: str | None, data: str | None) -> Questions:
     """The server at ``server`` if given, else this process."""
     if server is not None:
-        return Client(server)
+        return Client(server, **access())
     return Local([root for root in (data or "").split(",") if root])

@@ -11,6 +11,8 @@ import click
 from perfcast_client.errors import PerfcastError
 from perfcast_engine.errors import EngineError
 
+from perfcast_cli.access import secured
+
 Command = Callable[..., Any]
 
 
@@ -46,4 +48,4 @@ def sourced(command: Command) -> Command:
         click.option("--server", metavar="ADDRESS", help="ask this server (host:port or unix:path), not this process"),
     ):
         guarded = option(guarded)
-    return guarded
+    return secured(guarded)

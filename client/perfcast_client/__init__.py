@@ -9,7 +9,7 @@ with Client("127.0.0.1:50051") as client:
 
 from perfcast_client._version import __version__
 from perfcast_client.aio import AsyncClient
-from perfcast_client.channel import Tls, bearer
+from perfcast_client.channel import Tls, bearer, bearer_file
 from perfcast_client.client import Client
 from perfcast_client.config import EngineConfig
 from perfcast_client.errors import PerfcastError
@@ -56,4 +56,5 @@ __all__ = [
     "Workload",
     "__version__",
     "bearer",
+    "bearer_file",
 ]

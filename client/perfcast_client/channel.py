@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,3 +71,17 @@ class Tls:
 def bearer(token: Callable[[], str]) -> Metadata:
     """Metadata that carries a token; ``token`` is asked before every call, so it may rotate."""
     return lambda: (("authorization", f"Bearer {token()}"),)
+
+
+def bearer_file(path: str) -> Metadata:
+    """Metadata that carries the token that the file holds, read again when the file changes."""
+    seen, token = None, ""
+
+    def current() -> str:
+        nonlocal seen, token
+        status = os.stat(path)
+        if (stamp := (status.st_mtime_ns, status.st_ino)) != seen:
+            token, seen = Path(path).read_text().strip(), stamp
+        return token
+
+    return bearer(current)

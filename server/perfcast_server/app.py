@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,17 +17,19 @@ from perfcast.v1 import common_pb2, prediction_pb2
 from perfcast_engine.errors import EngineError
 from perfcast_engine.predictor import Predictor
 
-from perfcast_server import catalog, logs, prediction, reflection, search, serving, surfaces
+from perfcast_server import callers, catalog, logs, prediction, reflection, search, serving, surfaces
+from perfcast_server.certificates import Certificates
 from perfcast_server.engines import PROBES, Engines
 from perfcast_server.errors import ServiceError
 from perfcast_server.lifecycle import Health, Lifecycle, State
 from perfcast_server.metrics import Metrics
 from perfcast_server.rpc import Method, Rpc
 from perfcast_server.searchers import Searchers
-from perfcast_server.settings import NotReady, Settings, SettingsError, address
+from perfcast_server.settings import NotReady, Settings, SettingsError, address, require_guarded
 
 log = logging.getLogger("perfcast.server")
 
+FILES_S = 1.0  # how often files that may change are looked at
 PROBE_MODEL, PROBE_SYSTEM, PROBE_BACKENDS = "Qwen/Qwen3-32B-FP8", "h200_sxm", ("trtllm", "vllm")
 
 
@@ -65,15 +67,17 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._http: Any = None
         self.engines = Engines(settings, self.metrics, self._pool, self._announce)
-        self._rpc = Rpc(settings, self.lifecycle, self.metrics)
+        self._gate = callers.gate(settings)
+        self._certificates = Certificates(settings) if settings.tls_cert else None
+        self._rpc = Rpc(settings, self.lifecycle, self.metrics, self._gate)
         self._grpc = grpc.aio.server(options=_options(settings, shared_port))
         self._searchers = Searchers(settings, self.metrics)
         offered = services(self.engines, self._searchers, settings, self.metrics)
-        health = Health(self.lifecycle, offered, self.engines.__contains__)
+        health = Health(self.lifecycle, offered, self.engines.__contains__, settings.max_streams)
         handlers = [self._rpc.handlers(name, methods) for name, methods in offered.items()]
         self._grpc.add_generic_rpc_handlers((*handlers, health.handlers()))
         if settings.reflection:
-            reflection.add(self._grpc, (*offered, "grpc.health.v1.Health"))
+            reflection.add(self._grpc, (*offered, "grpc.health.v1.Health"), self._rpc.guarded)
 
     async def start(self) -> None:
         """Listen, open the tables, answer a probe of each phase; only then say SERVING.
@@ -81,6 +85,7 @@ class Server:
         Raises SettingsError or NotReady.
         """
         began = time.perf_counter()
+        require_guarded(self.settings)
         self._listen()
         await self._grpc.start()
         loop = asyncio.get_running_loop()
@@ -91,6 +96,7 @@ class Server:
         self.engines.adopt(predictor)
         await self._probe(predictor)
         await self.lifecycle.become(State.SERVING)
+        self._run(self._refresh())
         seconds = round(time.perf_counter() - began, 3)
         log.info("ready", extra={"address": self.address, "metrics_port": self.metrics_port, "seconds": seconds})
 
@@ -99,6 +105,8 @@ class Server:
         if self.lifecycle.state is State.DRAINING:
             return
         log.info("draining")
+        for task in self._tasks:
+            task.cancel()
         await self.lifecycle.become(State.DRAINING)
         await asyncio.sleep(self.settings.drain_delay_s)
         self._rpc.end_idle_streams()
@@ -114,7 +122,11 @@ class Server:
         settings = self.settings
         try:
             if settings.host:
-                port = self._grpc.add_insecure_port(address(settings.host, settings.port))
+                place = address(settings.host, settings.port)
+                if self._certificates is None:
+                    port = self._grpc.add_insecure_port(place)
+                else:
+                    port = self._grpc.add_secure_port(place, self._certificates.credentials())
                 self.address = address(settings.host, port)
             if settings.unix_socket:
                 self._grpc.add_insecure_port(f"unix:{settings.unix_socket}")
@@ -145,8 +157,20 @@ class Server:
                 log.warning("probe failed", extra={"engine": f"{config.system}/{config.backend}", "why": str(error)})
         raise NotReady(f"no engine answered a probe: {last or 'there are no systems'}")
 
+    async def _refresh(self) -> None:
+        """Take new tokens and certificates as their files change."""
+        while True:
+            await asyncio.sleep(FILES_S)
+            if self._gate is not None and self._gate.tokens is not None:
+                self._gate.tokens.refresh()
+            if self._certificates is not None:
+                self._certificates.refresh()
+
     def _announce(self) -> None:
-        task = asyncio.get_running_loop().create_task(self.lifecycle.changed())
+        self._run(self.lifecycle.changed())
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ CODES: Mapping[str, StatusCode] = {
     "DATA_CORRUPT": StatusCode.DATA_LOSS,
     "STATE_CONFLICT": StatusCode.ABORTED,
     "LIMIT": StatusCode.RESOURCE_EXHAUSTED,
+    "UNAUTHENTICATED": StatusCode.UNAUTHENTICATED,
+    "FORBIDDEN": StatusCode.PERMISSION_DENIED,
     "LOADING": StatusCode.UNAVAILABLE,
     "DRAINING": StatusCode.UNAVAILABLE,
     "DEADLINE": StatusCode.DEADLINE_EXCEEDED,
@@ -46,10 +49,11 @@ CODES: Mapping[str, StatusCode] = {
 class ServiceError(Exception):
     """A refusal by the server itself rather than by the engine."""
 
-    def __init__(self, reason: str, message: str, **details: str) -> None:
+    def __init__(self, reason: str, message: str, retry_s: float | None = None, /, **details: str) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
+        self.retry_s = RETRY_S.get(reason) if retry_s is None else retry_s
         self.details = details
 
 
@@ -65,6 +69,7 @@ class Refusal:
     reason: str
     message: str
     metadata: Mapping[str, str]
+    retry_s: float | None = None
 
     def trailers(self) -> tuple[tuple[str, bytes], ...]:
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
@@ -95,9 +100,9 @@ class Refusal:
         elif self.code is StatusCode.RESOURCE_EXHAUSTED:
             quota = error_details_pb2.QuotaFailure.Violation(subject=about.get("limit", ""), description=self.message)
             details.append(error_details_pb2.QuotaFailure(violations=[quota]))
-        if self.reason in RETRY_S and about.get("retry", "yes") == "yes":
+        if self.retry_s is not None and about.get("retry", "yes") == "yes":
             delay = duration_pb2.Duration()
-            delay.FromMilliseconds(int(RETRY_S[self.reason] * 1000))
+            delay.FromMilliseconds(math.ceil(self.retry_s * 1000))
             details.append(error_details_pb2.RetryInfo(retry_delay=delay))
         return details
 
@@ -107,7 +112,9 @@ def refusal(error: Exception, incident: str = "") -> Refusal:
     if isinstance(error, EngineError | ServiceError):
         reason = str(error.reason)
         details = {key: _clean(str(value), MAX_DETAIL) for key, value in list(error.details.items())[:MAX_DETAILS]}
-        return Refusal(CODES.get(reason, StatusCode.FAILED_PRECONDITION), reason, _clean(error.message), details)
+        code = CODES.get(reason, StatusCode.FAILED_PRECONDITION)
+        retry_s = error.retry_s if isinstance(error, ServiceError) else RETRY_S.get(reason)
+        return Refusal(code, reason, _clean(error.message), details, retry_s)
     message = f"internal error; the server's log has it as incident {incident}"
     return Refusal(StatusCode.INTERNAL, "INTERNAL", message, {"incident": incident} if incident else {})
 

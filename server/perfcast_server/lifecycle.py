@@ -60,8 +60,12 @@ class Lifecycle:
 class Health:
     """grpc.health.v1: "" is the live process, each service by its name, "engine/<handle>" an engine kept ready."""
 
-    def __init__(self, lifecycle: Lifecycle, services: Iterable[str], has_engine: Callable[[str], bool]) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, services: Iterable[str], has_engine: Callable[[str], bool], max_watchers: int
+    ) -> None:
         self._lifecycle = lifecycle
+        self._max_watchers = max_watchers
+        self._watchers = 0
         self._services = frozenset(services)
         self._has_engine = has_engine
 
@@ -84,6 +88,15 @@ class Health:
         return health_pb2.HealthCheckResponse(status=status)
 
     async def watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        if self._watchers >= self._max_watchers:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch the health already")
+        self._watchers += 1
+        try:
+            await self._tell(request, context)
+        finally:
+            self._watchers -= 1
+
+    async def _tell(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         told: int | None = None
         while True:
             seen, state = self._lifecycle.changes, self._lifecycle.state

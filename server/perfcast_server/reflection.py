@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import grpc
 from grpc_reflection.v1alpha import reflection_pb2
@@ -11,11 +12,11 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 V1, V1ALPHA = "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"
 
 
-def add(server: grpc.aio.Server, services: Iterable[str]) -> None:
-    """Serve reflection of ``services``. The messages of v1 and v1alpha are equal on the wire."""
+def add(server: grpc.aio.Server, services: Iterable[str], guarded: Callable[[Any], Any]) -> None:
+    """Serve reflection of ``services`` to whom ``guarded`` lets in. v1 and v1alpha are equal on the wire."""
     servicer = ReflectionServicer((*services, V1, V1ALPHA))
     handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
+        guarded(servicer.ServerReflectionInfo),
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )

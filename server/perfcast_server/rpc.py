@@ -6,8 +6,8 @@ import asyncio
 import logging
 import secrets
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NoReturn
@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from perfcast_server.cache import Lru, SingleFlight
+from perfcast_server.callers import Caller, Gate
 from perfcast_server.errors import ServiceError, code_name, invalid, refusal
 from perfcast_server.lifecycle import Lifecycle, draining
 from perfcast_server.metrics import Metrics
@@ -83,10 +84,11 @@ def parsed(kind: type[Message], data: bytes) -> Any:
 class Rpc:
     """Turns answers into gRPC handlers. One per server: it holds the caches and the count of work admitted."""
 
-    def __init__(self, settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, lifecycle: Lifecycle, metrics: Metrics, gate: Gate | None = None) -> None:
         self._settings = settings
         self._lifecycle = lifecycle
         self._metrics = metrics
+        self._gate = gate
         self._in_work = 0
         self._streams = 0
         self._idle: set[asyncio.Task[Any]] = set()
@@ -122,13 +124,14 @@ class Rpc:
         async def handle(request: bytes, context: Any) -> bytes:
             began = meter.start()
             key = (path, request)
-            answer = self._kept.get(key)
-            if answer is not None:
-                self._metrics.response_hits.inc()
-                meter.finish(began)
-                return answer
             try:
-                answer = await self._admitted(method, key, context)
+                caller = self._let_in(context)
+                answer = self._kept.get(key)
+                if answer is not None:
+                    self._metrics.response_hits.inc()
+                    meter.finish(began)
+                    return answer
+                answer = await self._admitted(method, key, context, caller)
             except asyncio.CancelledError:
                 meter.finish(began, grpc.StatusCode.CANCELLED)
                 raise
@@ -139,6 +142,41 @@ class Rpc:
 
         return handle
 
+    def _let_in(self, context: Any) -> Caller | None:
+        """Who calls, where that matters; refused if not known or if over the quota."""
+        if self._gate is None:
+            return None
+        caller = self._gate.caller(context)
+        self._gate.quotas.take(caller)
+        return caller
+
+    def _owed_s(self, caller: Caller) -> float:
+        """Messages of a stream are not refused but read no faster than the caller's quota."""
+        return 0.0 if self._gate is None else self._gate.quotas.owed_s(caller)
+
+    def _of(self, caller: Caller | None) -> AbstractContextManager[None]:
+        return nullcontext() if self._gate is None or caller is None else self._gate.quotas.work(caller)
+
+    @contextmanager
+    def _working(self, caller: Caller | None) -> Iterator[None]:
+        with self._of(caller):
+            self._in_work += 1
+            try:
+                yield
+            finally:
+                self._in_work -= 1
+
+    @contextmanager
+    def _streaming(self, caller: Caller | None) -> Iterator[None]:
+        if self._streams >= self._settings.max_streams:
+            raise ServiceError("LIMIT", f"{self._streams} streams are open already", limit="max_streams")
+        with self._of(caller):
+            self._streams += 1
+            try:
+                yield
+            finally:
+                self._streams -= 1
+
     def _admit(self, context: Any) -> None:
         self._lifecycle.require_loaded()  # while draining, gRPC itself turns new calls away
         limit = self._settings.max_concurrent_requests
@@ -148,7 +186,7 @@ class Rpc:
         if remaining is not None and remaining <= 0:
             raise ServiceError("DEADLINE", "the deadline passed before the work began")
 
-    async def _admitted(self, method: Unary, key: Key, context: Any) -> bytes:
+    async def _admitted(self, method: Unary, key: Key, context: Any, caller: Caller | None) -> bytes:
         self._admit(context)
         self._metrics.response_misses.inc()
         request = parsed(method.request, key[1])
@@ -156,13 +194,10 @@ class Rpc:
         pure = method.pure(request)
         if answer is not None:
             return self._kept_bytes(key, answer) if pure else self._bytes(answer)
-        self._in_work += 1
-        try:
+        with self._working(caller):
             if not pure:
                 return self._bytes(await method.answer(request))
             return await self._flights.do(key, lambda: self._answered(method, key, request))
-        finally:
-            self._in_work -= 1
 
     async def _answered(self, method: Unary, key: Key, request: Any) -> bytes:
         return self._kept_bytes(key, await method.answer(request))
@@ -193,6 +228,7 @@ class Rpc:
             key = (path, data)
             answer: Message | bytes | None = self._kept.get(key) if method.keeps_last else None
             try:
+                caller = self._let_in(context)
                 if answer is not None:
                     self._metrics.response_hits.inc()
                     await context.write(answer)
@@ -200,14 +236,11 @@ class Rpc:
                     meter.finish(began)
                     return
                 self._admit(context)
-                self._in_work += 1
-                try:
+                with self._working(caller):
                     async with aclosing(method.answers(parsed(method.request, data))) as answers:
                         async for answer in answers:
                             await context.write(self._bytes(answer))
                             meter.sent.inc()
-                finally:
-                    self._in_work -= 1
                 if method.keeps_last and answer is not None:
                     self._kept_bytes(key, answer)
             except asyncio.CancelledError:
@@ -222,12 +255,14 @@ class Rpc:
     def _stream(self, service: str, method: Stream) -> Callable[[Any, Any], Awaitable[None]]:
         meter = _Meter(self._metrics, "bidi_stream", service, method.name)
 
-        async def requests(context: Any, task: asyncio.Task[Any]) -> AsyncIterator[Any]:
+        async def requests(context: Any, task: asyncio.Task[Any], caller: Caller | None) -> AsyncIterator[Any]:
             while True:
                 self._lifecycle.require_serving()
                 self._idle.add(task)
                 try:
                     data = await context.read()
+                    if caller is not None and (owed_s := self._owed_s(caller)) > 0:
+                        await asyncio.sleep(owed_s)
                 finally:
                     self._idle.discard(task)
                 if data is grpc.aio.EOF:
@@ -241,15 +276,11 @@ class Rpc:
             assert task is not None
             try:
                 self._lifecycle.require_serving()
-                if self._streams >= self._settings.max_streams:
-                    raise ServiceError("LIMIT", f"{self._streams} streams are open already", limit="max_streams")
-                self._streams += 1
-                try:
-                    async for answer in method.answers(requests(context, task)):
+                caller = self._let_in(context)
+                with self._streaming(caller):
+                    async for answer in method.answers(requests(context, task, caller)):
                         await context.write(answer.SerializeToString())
                         meter.sent.inc()
-                finally:
-                    self._streams -= 1
             except asyncio.CancelledError:
                 if task not in self._ended:
                     meter.finish(began, grpc.StatusCode.CANCELLED)
@@ -259,6 +290,21 @@ class Rpc:
             except Exception as error:
                 await self._abort(error, context, meter, began)
             meter.finish(began)
+
+        return handle
+
+    def guarded(self, answers: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+        """``answers`` of a stream that is not one of ours, for callers that are let in."""
+
+        async def handle(requests: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                caller = self._let_in(context)
+                with self._streaming(caller):
+                    async for answer in answers(requests, context):
+                        yield answer
+            except ServiceError as error:
+                told = refusal(error)
+                await context.abort(told.code, told.message, told.trailers())
 
         return handle
 
@@ -291,7 +337,8 @@ class _Meter:
         self.name = f"{service}/{method}"
         self._started = metrics.started.labels(*labels)
         self._seconds = metrics.seconds.labels(*labels)
-        self._handled = {code: metrics.handled.labels(*labels, code_name(code)) for code in grpc.StatusCode}
+        self._labels, self._outcomes = labels, metrics.handled
+        self._handled = {grpc.StatusCode.OK: metrics.handled.labels(*labels, "OK")}
         self.received = metrics.received.labels(*labels)
         self.sent = metrics.sent.labels(*labels)
 
@@ -301,4 +348,6 @@ class _Meter:
 
     def finish(self, began: float, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
         self._seconds.observe(perf_counter() - began)
+        if code not in self._handled:
+            self._handled[code] = self._outcomes.labels(*self._labels, code_name(code))
         self._handled[code].inc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import tomllib
 from collections.abc import Mapping
@@ -38,6 +39,14 @@ class Settings:
     unix_socket: str = _setting("", "path of a Unix socket to listen on as well")
     metrics_host: str = _setting("127.0.0.1", "address of the metrics endpoint")
     metrics_port: int = _setting(9464, "HTTP port of the Prometheus metrics; 0 picks a free one, -1 is off")
+    tls_cert: str = _setting("", "PEM certificate chain of the server; it and the other files may change at any time")
+    tls_key: str = _setting("", "PEM key of that certificate")
+    tls_client_ca: str = _setting("", "PEM roots that a client's certificate must come from; empty asks for none")
+    insecure_anywhere: bool = _setting(False, "without TLS, listen on other addresses than loopback too")
+    token_file: str = _setting("", "callers, one 'NAME TOKEN [admin]' a line; every call needs a bearer token then")
+    caller_requests_per_s: float = _setting(0.0, "calls per second of one caller in one process; 0 is no bound")
+    caller_burst: float = _setting(0.0, "calls that a quiet caller may make at once; 0 is those of one second")
+    caller_concurrency: int = _setting(0, "calls and streams of one caller in work in one process; 0 is no bound")
     data: tuple[str, ...] = _setting((), "roots with measured packs, searched before the shipped ones")
     workers: int = _setting(1, "processes that share the port; each has caches and limits of its own")
     threads: int = _setting(0, "threads of a process for heavy predictions; 0 means one per core, at least 2")
@@ -76,10 +85,28 @@ class Settings:
             least = -1 if item.name == "metrics_port" else 1 if item.name.startswith("max_") else 0
             if isinstance(value, int | float) and not value >= least:
                 raise SettingsError(f"{item.name}: {value} is less than {least}")
+        if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
+            raise SettingsError("tls_cert and tls_key are needed together, and by tls_client_ca")
         if self.workers < 1 or (self.workers > 1 and (self.unix_socket or not self.host)):
             raise SettingsError("workers: several can share a TCP port, not a Unix socket")
         if max(self.port, self.metrics_port) > 65535:
             raise SettingsError("a port is larger than 65535")
+
+
+def require_guarded(settings: Settings) -> None:
+    """Refuse to be open to a network by accident."""
+    if settings.tls_cert or settings.insecure_anywhere or not settings.host or is_loopback(settings.host):
+        return
+    raise SettingsError(
+        f"host: {settings.host} is not loopback and there is no TLS; give tls_cert and tls_key, or insecure_anywhere"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def load(flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ, file: str | None = None) -> Settings:

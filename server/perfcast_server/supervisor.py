@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, start_h
 
 from perfcast_server import logs
 from perfcast_server.control import Answers, Gone, Peer, Refused
-from perfcast_server.settings import NotReady, Settings, SettingsError, address
+from perfcast_server.settings import NotReady, Settings, SettingsError, address, require_guarded
 from perfcast_server.totals import Pulled, Totals
 
 log = logging.getLogger("perfcast.supervisor")
@@ -132,6 +132,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Hold the port, start every worker, wait until all are ready. Raises SettingsError or NotReady."""
+        require_guarded(self.settings)
         self._port = hold(self.settings.host, self.settings.port)
         port = self._port.getsockname()[1]
         self.address = address(self.settings.host, port)
