@@ -47,13 +47,15 @@ class Local(Questions):
         from perfcast_server.metrics import Metrics
         from perfcast_server.rpc import Unary
         from perfcast_server.searchers import Searchers
+        from perfcast_server.states import States
 
         settings, metrics = self._settings, Metrics()
+        searchers = Searchers(settings, metrics)
         engines = Engines(settings, metrics, ThreadPoolExecutor(1))
         engines.adopt(self._predictor)
         return {
             f"/{service}/{method.name}": method
-            for service, methods in services(engines, Searchers(settings, metrics), settings, metrics).items()
+            for service, methods in services(engines, searchers, settings, metrics, States("", 1)).items()
             for method in methods
             if isinstance(method, Unary)
         }

@@ -17,7 +17,18 @@ from perfcast.v1 import common_pb2, prediction_pb2
 from perfcast_engine.errors import EngineError
 from perfcast_engine.predictor import Predictor
 
-from perfcast_server import callers, catalog, logs, prediction, reflection, search, serving, surfaces
+from perfcast_server import (
+    calibration,
+    callers,
+    catalog,
+    logs,
+    planner,
+    prediction,
+    reflection,
+    search,
+    serving,
+    surfaces,
+)
 from perfcast_server.certificates import Certificates
 from perfcast_server.engines import PROBES, Engines
 from perfcast_server.errors import ServiceError
@@ -34,7 +45,7 @@ PROBE_MODEL, PROBE_SYSTEM, PROBE_BACKENDS = "Qwen/Qwen3-32B-FP8", "h200_sxm", ("
 
 
 def services(
-    engines: Engines, searchers: Searchers, settings: Settings, metrics: Metrics
+    engines: Engines, searchers: Searchers, settings: Settings, metrics: Metrics, states: States
 ) -> dict[str, tuple[Method, ...]]:
     """Every service with its methods."""
     listing = catalog.Catalog(engines, settings)
@@ -45,6 +56,8 @@ def services(
             *prediction.Prediction(engines, settings, metrics).methods(),
             surfaces.Surfaces(engines, settings, metrics).method(),
         ),
+        planner.SERVICE: planner.Planner(engines, states, settings).methods(),
+        calibration.SERVICE: calibration.Calibration(engines, states, settings, metrics).methods(),
         catalog.SERVICE: listing.methods(),
     }
     listing.methods_served = tuple(f"{name}/{method.name}" for name in offered for method in offered[name])
@@ -72,7 +85,8 @@ class Server:
         self._rpc = Rpc(settings, self.lifecycle, self.metrics, self._gate)
         self._grpc = grpc.aio.server(options=_options(settings, shared_port))
         self._searchers = Searchers(settings, self.metrics)
-        offered = services(self.engines, self._searchers, settings, self.metrics)
+        self._states = States(settings.state_dir, settings.max_states)
+        offered = services(self.engines, self._searchers, settings, self.metrics, self._states)
         health = Health(self.lifecycle, offered, self.engines.__contains__, settings.max_streams)
         handlers = [self._rpc.handlers(name, methods) for name, methods in offered.items()]
         self._grpc.add_generic_rpc_handlers((*handlers, health.handlers()))
@@ -86,6 +100,7 @@ class Server:
         """
         began = time.perf_counter()
         require_guarded(self.settings)
+        self._states.open()
         self._listen()
         await self._grpc.start()
         loop = asyncio.get_running_loop()
@@ -113,6 +128,7 @@ class Server:
         await self._grpc.stop(self.settings.drain_grace_s)
         await self._searchers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._states.close()
         if self._http is not None:
             self._http.shutdown()
             self._http.server_close()

@@ -16,7 +16,7 @@ from perfcast_engine.errors import EngineError
 
 DOMAIN = "perfcast"
 MAX_TEXT, MAX_DETAIL, MAX_DETAILS = 500, 200, 10  # all of it must fit an 8 kB trailer
-RETRY_S = {"LIMIT": 0.1, "LOADING": 0.25, "DRAINING": 0.5, "NOT_READY": 5.0}
+RETRY_S = {"LIMIT": 0.1, "LOADING": 0.25, "DRAINING": 0.5, "NOT_READY": 5.0, "STATE_STORE": 0.5}
 
 # reason -> gRPC code; the contract with every client (spec/07 section 12).
 CODES: Mapping[str, StatusCode] = {
@@ -27,15 +27,18 @@ CODES: Mapping[str, StatusCode] = {
     "UNKNOWN_BACKEND": StatusCode.NOT_FOUND,
     "UNKNOWN_VERSION": StatusCode.NOT_FOUND,
     "UNKNOWN_HANDLE": StatusCode.NOT_FOUND,
+    "UNKNOWN_STATE": StatusCode.NOT_FOUND,
     "PERF_DATA_MISSING": StatusCode.FAILED_PRECONDITION,
     "EMPIRICAL_BASIS_MISSING": StatusCode.FAILED_PRECONDITION,
     "SYSTEM_FLOPS_MISSING": StatusCode.FAILED_PRECONDITION,
     "SOL_NOT_DEFINED": StatusCode.FAILED_PRECONDITION,
     "OUT_OF_MEMORY": StatusCode.FAILED_PRECONDITION,
     "NOT_READY": StatusCode.FAILED_PRECONDITION,
+    "CALIBRATION_OFF": StatusCode.FAILED_PRECONDITION,
     "EXTRAPOLATION": StatusCode.OUT_OF_RANGE,
     "DATA_CORRUPT": StatusCode.DATA_LOSS,
     "STATE_CONFLICT": StatusCode.ABORTED,
+    "STATE_STORE": StatusCode.UNAVAILABLE,
     "LIMIT": StatusCode.RESOURCE_EXHAUSTED,
     "UNAUTHENTICATED": StatusCode.UNAUTHENTICATED,
     "FORBIDDEN": StatusCode.PERMISSION_DENIED,

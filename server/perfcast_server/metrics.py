@@ -50,6 +50,9 @@ class Metrics:
             "surface_compile_seconds", "Time to compile a surface", buckets=LOAD_SECONDS, registry=registry
         )
         self.data_misses = Counter("data_miss", "Points without measured data", ("op",), registry=registry)
+        self.correction_factor = Gauge(
+            "correction_factor", "Mean factor of a calibration state", ("engine", "state", "kind"), registry=registry
+        )
         self.refusals = Counter("refusals", "Calls refused, by reason", ("reason",), registry=registry)
 
     def serve(self, host: str, port: int) -> WSGIServer:

@@ -35,6 +35,7 @@ POSITIVE = (
     "max_num_tokens",
     "max_batch_size",
     "max_kv_tokens",
+    "cold_start_observations",
 )
 
 
@@ -202,11 +203,12 @@ class PassModel:
             kept += math.isfinite(value) and self.stores[kind].add(features, value)
         return kept
 
-    def correction_factors(self) -> list[float]:
-        """The factor of every populated bucket of every kind with enough observations; empty for a regression."""
+    def correction_factors(self, *kinds: Kind) -> list[float]:
+        """The factor of every populated bucket of each kind (of all if none is named) with enough observations; empty
+        for a regression."""
         if self.steps is None:
             return []
-        tables = [self._factor_table(kind) for kind in KINDS if self._ready(kind)]
+        tables = [self._factor_table(kind) for kind in kinds or KINDS if self._ready(kind)]
         return [float(factor) for table in tables for factor in table[~np.isnan(table)]]
 
     def diagnostics(self) -> Diagnostics:
@@ -233,9 +235,11 @@ class PassModel:
     @property
     def is_cold(self) -> bool:
         """Whether corrections rest on so few observations of some kind that they are held back."""
-        least = self.options.cold_start_observations
+        return any(self.is_cold_for(kind) for kind in KINDS)
+
+    def is_cold_for(self, kind: Kind) -> bool:
         held = self.steps is not None and self.options.cold_start_factor is not None
-        return held and any(0 < len(store) < least for store in self.stores.values())
+        return held and 0 < len(self.stores[kind]) < self.options.cold_start_observations
 
     def _ready(self, kind: Kind) -> bool:
         return len(self.stores[kind]) >= self.options.min_observations
@@ -248,9 +252,7 @@ class PassModel:
     def _factor_table(self, kind: Kind) -> F64:
         """The factor of each bucket, NaN where it is empty."""
         limit, medians = self.options.cold_start_factor, self.stores[kind].medians()
-        if limit is None or len(self.stores[kind]) >= self.options.cold_start_observations:
-            return medians
-        return np.clip(medians, 1 / limit, limit)
+        return np.clip(medians, 1 / limit, limit) if limit is not None and self.is_cold_for(kind) else medians
 
     def _factors(self, kind: np.ndarray, features: F64) -> F64:
         factors = np.ones(len(kind))

@@ -133,21 +133,26 @@ def outlooks(
     scenarios: Sequence[Scenario] = (Scenario(),),
     usual_tokens: F64 | float = 0.0,
     usual_requests: F64 | float = 0.0,
+    *,
+    drain: bool = True,
+    itl: bool = True,
 ) -> list[Outlook]:
-    """Queue drain and decode ITL of many engines under every scenario, in one evaluation of the model."""
+    """Queue drain and decode ITL of many engines under every scenario, or one of the two, in one evaluation of the
+    model."""
+    drains, decodes = drain and role.prefills, itl and role.decodes
     questions: list[Passes] = []
     for scenario in scenarios:
-        if role.prefills:
+        if drains:
             questions.append(drain_passes(role, limits, scenario.for_drain(loads)))
-        if role.decodes:
+        if decodes:
             questions.append(itl_passes(role, scenario.for_itl(loads), usual_tokens, usual_requests))
-    answers = iter(price_passes(model, questions))
+    answers = iter(price_passes(model, questions) if questions else ())
     told = []
     for _ in scenarios:
-        drain = next(answers) if role.prefills else None
-        itl = next(answers) if role.decodes else None
-        errors = {index: error for part in (itl, drain) if part for index, error in part.errors.items()}
-        told.append(Outlook(_seconds(drain), _seconds(itl), errors))
+        drained = next(answers) if drains else None
+        decoded = next(answers) if decodes else None
+        errors = {index: error for part in (decoded, drained) if part for index, error in part.errors.items()}
+        told.append(Outlook(_seconds(drained), _seconds(decoded), errors))
     return told
 
 

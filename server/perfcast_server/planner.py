@@ -1,0 +1,331 @@
+"""The Planner service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+from perfcast.v1 import common_pb2, planner_pb2
+from perfcast_engine.answer import F64
+from perfcast_engine.errors import EngineError
+from perfcast_engine.planner.bootstrap import Sweep, Swept, sweep_engine
+from perfcast_engine.planner.capacity import Capacity, CapacityRequest, Objective, OnInfeasible, capacity
+from perfcast_engine.planner.latency_law import LawBox, Line, fit_latency_law
+from perfcast_engine.planner.pass_model import PassModel
+from perfcast_engine.planner.queries import Outlook, Scenario, outlooks
+from perfcast_engine.planner.telemetry import rank_work
+from perfcast_engine.serving.worker import worker_of
+
+from perfcast_server import loads
+from perfcast_server.engines import Engines, Ready
+from perfcast_server.errors import ServiceError, invalid, refusal
+from perfcast_server.rpc import Method, ServerStream, Unary
+from perfcast_server.settings import Settings
+from perfcast_server.states import States
+
+SERVICE = "perfcast.v1.Planner"
+OBJECTIVES = (Objective.THROUGHPUT, Objective.THROUGHPUT, Objective.LATENCY)
+INFEASIBLE = (OnInfeasible.CLOSEST, OnInfeasible.CLOSEST, OnInfeasible.MAX_RPS, OnInfeasible.NONE)
+POINTS_PER_MESSAGE = 256
+LAW_FIELDS = {
+    "min_batch": "min_batch_per_rank",
+    "max_batch": "max_batch_per_rank",
+    "isl": "isl_tokens",
+    "osl": "osl_tokens",
+    "min_input_tokens": "min_input_tokens",
+    "max_input_tokens": "max_input_tokens",
+    "max_prompts": "max_prompts_per_rank",
+    "max_num_batched_tokens": "max_num_batched_tokens_per_rank",
+}
+BOOTSTRAP_DEFAULTS = {"isl": 3000, "osl": 150, "max_context_tokens": 16384}
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What answers a question: a pass model, and where it is from. ``ready``: None for a regression."""
+
+    model: PassModel
+    ready: Ready | None
+    version: int
+
+    @property
+    def stamp(self) -> common_pb2.EngineStamp | None:
+        return None if self.ready is None else self.ready.stamp
+
+
+def _stateless(request: Any) -> bool:
+    return not request.state_name
+
+
+class Planner:
+    """Answers what planners ask of engines, corrected by what a calibration state learned where one is named."""
+
+    def __init__(self, engines: Engines, states: States, settings: Settings) -> None:
+        self._engines = engines
+        self._states = states
+        self._settings = settings
+
+    def methods(self) -> tuple[Method, ...]:
+        p = planner_pb2
+        return (
+            Unary("EstimatePasses", p.EstimatePassesRequest, self.estimate_passes, pure=_stateless),
+            Unary("QueueDrain", p.QueueDrainRequest, self.queue_drain, pure=_stateless),
+            Unary("DecodeItl", p.DecodeItlRequest, self.decode_itl, pure=_stateless),
+            Unary("Capacity", p.CapacityRequest, self.capacity, pure=_stateless),
+            Unary("EvaluateTick", p.EvaluateTickRequest, self.evaluate_tick, pure=lambda request: False),
+            ServerStream("Bootstrap", p.BootstrapRequest, self.bootstrap),
+            Unary("FitLatencyLaw", p.FitLatencyLawRequest, self.fit_latency_law),
+        )
+
+    async def timed(self, request: Any) -> Timed:
+        """The pass model that a request's engine and state name."""
+        ready = None if request.WhichOneof("engine") is None else await self._engines.of(request)
+        name: str = request.state_name
+        if not name:
+            if ready is None:
+                raise invalid("engine", "is missing, and there is no state_name either; give config or handle")
+            return Timed(PassModel(steps=ready.engine.steps), ready, 0)
+        key, steps = (ready.engine.handle, ready.engine.steps) if ready else ("", None)
+        version, model = await self._engines.off_loop(lambda: self._states.model((key, name), steps))
+        return Timed(model, ready, version)
+
+    async def estimate_passes(self, request: planner_pb2.EstimatePassesRequest) -> Message:
+        loads.check_points(sum(len(iteration.ranks) for iteration in request.iterations), self._settings)
+        asked = await self.timed(request)
+
+        def answer() -> Message:
+            iterations = [loads.iteration_of(it, f"iterations[{i}]") for i, it in enumerate(request.iterations)]
+            ms = asked.model.estimate_work(*rank_work(iterations), len(iterations)) if iterations else np.zeros(0)
+            unknown = np.flatnonzero(np.isnan(ms))
+            return planner_pb2.EstimatePassesResponse(
+                engine=asked.stamp,
+                state_version=asked.version,
+                latency_ms=np.nan_to_num(ms).tolist(),
+                not_ready=unknown.tolist(),
+            )
+
+        return await self._engines.off_loop(answer)
+
+    async def queue_drain(self, request: planner_pb2.QueueDrainRequest) -> Message:
+        told, asked = await self._outlook(request, drain=True)
+        return planner_pb2.QueueDrainResponse(
+            engine=asked.stamp, state_version=asked.version, drain_s=_ready(told.drain_s)
+        )
+
+    async def decode_itl(self, request: planner_pb2.DecodeItlRequest) -> Message:
+        tokens = loads.usual(request.usual_prefill_tokens_per_rank, "usual_prefill_tokens_per_rank")
+        requests = loads.usual(request.usual_prefill_requests_per_rank, "usual_prefill_requests_per_rank")
+        told, asked = await self._outlook(request, tokens, requests, itl=True)
+        return planner_pb2.DecodeItlResponse(engine=asked.stamp, state_version=asked.version, itl_s=_ready(told.itl_s))
+
+    async def _outlook(
+        self, request: Any, tokens: float = 0.0, requests: float = 0.0, drain: bool = False, itl: bool = False
+    ) -> tuple[Outlook, Timed]:
+        asked = await self.timed(request)
+        role, limits = loads.role_of(request.role, asked.ready), loads.limits_of(request.limits, asked.ready)
+        live = loads.loads_of([loads.rank_rows(request.ranks, limits)])
+        (told,) = await self._engines.off_loop(
+            lambda: outlooks(asked.model, role, limits, live, (Scenario(),), tokens, requests, drain=drain, itl=itl)
+        )
+        for error in told.errors.values():
+            raise error
+        return told, asked
+
+    async def capacity(self, request: planner_pb2.CapacityRequest) -> Message:
+        asked = await self.timed(request)
+        role, limits = loads.role_of(request.role, asked.ready), loads.limits_of(request.limits, asked.ready)
+        shape = _capacity_request(request)
+        found = await self._engines.off_loop(lambda: capacity(asked.model, role, limits, shape))
+        if found is None and asked.ready is None and shape.isl and (shape.osl or not role.decodes):
+            raise not_ready()
+        response = planner_pb2.CapacityResponse(engine=asked.stamp, state_version=asked.version)
+        if found is not None:
+            response.capacity.CopyFrom(_capacity_point(found))
+            if request.include_candidates:
+                response.candidates.CopyFrom(_capacity_columns(found))
+        return response
+
+    async def evaluate_tick(self, request: planner_pb2.EvaluateTickRequest) -> Message:
+        sizes = (
+            sum(len(worker.ranks) for worker in group.workers) * max(1, len(group.scenarios))
+            for group in request.groups
+        )
+        loads.check_points(sum(sizes), self._settings)
+        answers = []
+        for group in request.groups:
+            try:
+                asked = await self.timed(group)
+                answers.append(await self._engines.off_loop(lambda g=group, a=asked: _tick(g, a)))  # type: ignore[misc]
+            except (EngineError, ServiceError) as error:
+                answers.append(planner_pb2.TickAnswer(error=refusal(error).detail()))
+        return planner_pb2.EvaluateTickResponse(groups=answers)
+
+    async def bootstrap(self, request: planner_pb2.BootstrapRequest) -> AsyncGenerator[Message]:
+        ready = await self._engines.of(request)
+        sweep = _sweep(request, ready.engine.config.parallel.attn_dp)
+        swept = await self._engines.off_loop(
+            lambda: sweep_engine(ready.engine.steps, worker_of(ready.engine.resolved).memory, sweep)
+        )
+        yield planner_pb2.BootstrapResponse(
+            header=planner_pb2.BootstrapHeader(
+                engine=ready.stamp,
+                attention_dp=sweep.attention_dp,
+                gpus_total=ready.engine.config.parallel.gpus,
+                max_kv_tokens_total=swept.max_kv_tokens,
+                largest_batch_per_rank=swept.largest_batch_per_rank,
+                prefill_points=len(swept.ttft_ms),
+                decode_points=len(swept.itl_ms),
+            )
+        )
+        points = list(_points(swept, sweep.attention_dp))
+        for start in range(0, len(points), POINTS_PER_MESSAGE):
+            part = planner_pb2.BootstrapPoints(points=points[start : start + POINTS_PER_MESSAGE])
+            yield planner_pb2.BootstrapResponse(points=part)
+
+    async def fit_latency_law(self, request: planner_pb2.FitLatencyLawRequest) -> Message:
+        ready = await self._engines.of(request)
+        given = {name: getattr(request.box, field) for name, field in LAW_FIELDS.items()}
+        box = LawBox(**{name: value for name, value in given.items() if value})
+        law = await self._engines.off_loop(lambda: fit_latency_law(ready.engine.steps, box))
+        return planner_pb2.FitLatencyLawResponse(
+            engine=ready.stamp,
+            box=planner_pb2.LawBox(**{field: getattr(box, name) for name, field in LAW_FIELDS.items()}),
+            alpha_ms=law.itl.intercept_ms,
+            beta_ms_per_request=law.itl.slope_ms,
+            gamma_ms=law.ttft.intercept_ms,
+            delta_ms_per_token=law.ttft.slope_ms,
+            itl_fit=_quality(law.itl),
+            ttft_fit=_quality(law.ttft),
+        )
+
+
+def not_ready() -> ServiceError:
+    return ServiceError("NOT_READY", "too little was observed of such work; tune the state with more iterations")
+
+
+def _ready(seconds: F64 | None) -> float | None:
+    if seconds is None:
+        return None
+    if np.isnan(seconds[0]):
+        raise not_ready()
+    return float(seconds[0])
+
+
+def _has(message: Any, field: str) -> bool:
+    return bool(message.HasField(field))
+
+
+def _capacity_request(request: planner_pb2.CapacityRequest) -> CapacityRequest:
+    fields = {f"{name}_s": f"{name}_target_s" for name in ("ttft", "itl", "e2e")}
+    targets = {name: getattr(request, field) for name, field in fields.items() if _has(request, field)}
+    for name, values in (("objective", OBJECTIVES), ("on_infeasible", INFEASIBLE)):
+        if not 0 <= getattr(request, name) < len(values):
+            raise invalid(name, f"has the unknown value {getattr(request, name)}")
+    return CapacityRequest(
+        isl=request.isl_tokens,
+        osl=request.osl_tokens,
+        **targets,
+        accept_length=request.accept_length_tokens,
+        kv_hit_rate=request.kv_hit_rate,
+        objective=OBJECTIVES[request.objective],
+        on_infeasible=INFEASIBLE[request.on_infeasible],
+        legacy_rank_split=request.legacy_rank_split,
+        legacy_single_request=request.legacy_single_request,
+    )
+
+
+def _capacity_point(found: Capacity) -> planner_pb2.CapacityPoint:
+    return planner_pb2.CapacityPoint(
+        batch_total=found.batch_total,
+        rps=found.rps,
+        ttft_s=found.ttft_s,
+        itl_s=found.itl_s,
+        e2e_s=found.e2e_s,
+        eligible=found.eligible,
+        violated_targets=found.violated,
+        corrections_held_back=found.held_back,
+    )
+
+
+def _capacity_columns(found: Capacity) -> planner_pb2.CapacityColumns:
+    columns: dict[str, Any] = {name: column.tolist() for name, column in found.candidates.items() if name != "batch"}
+    return planner_pb2.CapacityColumns(batch_total=found.candidates["batch"].astype(np.int64).tolist(), **columns)
+
+
+def _tick(group: planner_pb2.TickGroup, asked: Timed) -> planner_pb2.TickAnswer:
+    """All workers of a group in one evaluation; those whose ranks are refused are told so."""
+    role, limits = loads.role_of(group.role, asked.ready), loads.limits_of(group.limits, asked.ready)
+    scenarios = [loads.scenario_of(scenario) for scenario in group.scenarios] or [Scenario()]
+    answers = [planner_pb2.WorkerOutlook(worker_id=worker.worker_id) for worker in group.workers]
+    good, rows, usual = [], [], []
+    for worker, answer in zip(group.workers, answers, strict=True):
+        try:
+            rows.append(loads.rank_rows(worker.ranks, limits))
+            usual.append(
+                [
+                    loads.usual(getattr(worker, name), name)
+                    for name in ("usual_prefill_tokens_per_rank", "usual_prefill_requests_per_rank")
+                ]
+            )
+            good.append(answer)
+        except ServiceError as error:
+            answer.error.CopyFrom(refusal(error).detail())
+    if good:
+        tokens, requests = np.array(usual).T
+        for told in outlooks(asked.model, role, limits, loads.loads_of(rows), scenarios, tokens, requests):
+            for index, answer in enumerate(good):
+                answer.outlooks.append(_outlook_message(told, index))
+    return planner_pb2.TickAnswer(engine=asked.stamp, state_version=asked.version, workers=answers)
+
+
+def _outlook_message(told: Outlook, index: int) -> planner_pb2.Outlook:
+    def value(seconds: F64 | None) -> float | None:
+        return None if seconds is None or np.isnan(seconds[index]) else float(seconds[index])
+
+    error = told.errors.get(index)
+    return planner_pb2.Outlook(
+        drain_s=value(told.drain_s), itl_s=value(told.itl_s), error=None if error is None else refusal(error).detail()
+    )
+
+
+def _sweep(request: planner_pb2.BootstrapRequest, attention_dp: int) -> Sweep:
+    given = {
+        "isl": request.isl_tokens,
+        "osl": request.osl_tokens,
+        "max_context_tokens": request.max_context_tokens,
+        "max_kv_tokens_per_rank": request.max_kv_tokens_per_rank,
+        "max_concurrency": request.max_concurrency_total,
+    }
+    return Sweep(
+        prefill_granularity=request.prefill_granularity,
+        decode_granularity=request.decode_granularity,
+        attention_dp=attention_dp,
+        **(BOOTSTRAP_DEFAULTS | {name: value for name, value in given.items() if value}),
+    )
+
+
+def _points(swept: Swept, ranks: int) -> Iterator[planner_pb2.BootstrapPoint]:
+    for isl, ms in zip(swept.prefill_isl.tolist(), swept.ttft_ms.tolist(), strict=True):
+        work: dict[str, Any] = {"prefill_requests": 1, "prefill_tokens": int(isl), "wall_time_s": ms / 1000}
+        yield _point(planner_pb2.POINT_TYPE_PREFILL, ranks, work)
+    columns = (swept.decode_context, swept.decode_requests_per_rank, swept.itl_ms)
+    for context, batch, ms in zip(*(column.tolist() for column in columns), strict=True):
+        work = {"decode_requests": int(batch), "decode_kv_tokens": int(context * batch), "wall_time_s": ms / 1000}
+        yield _point(planner_pb2.POINT_TYPE_DECODE, ranks, work)
+
+
+def _point(kind: Any, ranks: int, work: dict[str, Any]) -> planner_pb2.BootstrapPoint:
+    passes = [planner_pb2.RankPass(dp_rank=rank, **work) for rank in range(ranks)]
+    return planner_pb2.BootstrapPoint(type=kind, ranks=passes)
+
+
+def _quality(line: Line) -> planner_pb2.FitQuality:
+    return planner_pb2.FitQuality(
+        r_squared=line.r_squared,
+        worst_error_ms=line.worst_error_ms,
+        worst_relative_error=line.worst_relative_error,
+        samples=line.samples,
+    )
