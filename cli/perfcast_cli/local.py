@@ -45,7 +45,7 @@ class Local(Questions):
         from perfcast_server.app import services
         from perfcast_server.engines import Engines
         from perfcast_server.metrics import Metrics
-        from perfcast_server.rpc import Unary
+        from perfcast_server.rpc import ServerStream, Unary
         from perfcast_server.searchers import Searchers
         from perfcast_server.states import States
 
@@ -57,7 +57,7 @@ class Local(Questions):
             f"/{service}/{method.name}": method
             for service, methods in services(engines, searchers, settings, metrics, States("", 1)).items()
             for method in methods
-            if isinstance(method, Unary)
+            if isinstance(method, Unary | ServerStream)
         }
 
     def _run(self, call: Call[T], deadline_s: float | None) -> T:
@@ -65,9 +65,17 @@ class Local(Questions):
             if isinstance(call.request, search_pb2.RecommendRequest):
                 ended = _Deadline(deadline_s or call.deadline_s)
                 return call.read(searching.recommend(call.request, self._predictor, self._settings, ended))
-            return call.read(asyncio.run(self._methods[call.path].answer(call.inline or call.request)))
+            return call.read(asyncio.run(self._answer(call)))
         except Exception as error:
             raise _told(error) from None
+
+    async def _answer(self, call: Call[Any]) -> Any:
+        from perfcast_server.rpc import Unary
+
+        method, request = self._methods[call.path], call.inline or call.request
+        if isinstance(method, Unary):
+            return await method.answer(request)
+        return [part async for part in method.answers(request)]
 
     def _stream(self, call: Call[T], deadline_s: float | None) -> Generator[T, None, None]:
         events: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()

@@ -223,6 +223,10 @@ class AsyncClient:
                 raise
         return Received.of([message async for message in self._stream(replace(call, request=call.inline), None)])
 
+    async def ask(self, call: Call[T], deadline_s: float | None = None) -> T:
+        """Make a call that ``perfcast_client.planner`` or ``perfcast_client.calibration`` describes."""
+        return await self._run(call, deadline_s)
+
     async def _run(self, call: Call[T], deadline_s: float | None) -> T:
         if self._info is None:
             await self.server_info()
@@ -243,15 +247,17 @@ class AsyncClient:
         stub = self._stubs.get(call.path)
         if stub is None:
             request, response = type(call.request), call.response
-            stub = self._channel.unary_unary(call.path, request.SerializeToString, response.FromString)
+            kind = self._channel.unary_stream if call.is_stream else self._channel.unary_unary
+            stub = kind(call.path, request.SerializeToString, response.FromString)
             self._stubs[call.path] = stub
         try:
-            answer = await stub(
+            going = stub(
                 call.inline if inline else call.request,
                 timeout=deadline_s or self._deadline_s or call.deadline_s,
                 metadata=self._call_metadata(),
                 wait_for_ready=self._wait_for_ready,
             )
+            answer = [part async for part in going] if call.is_stream else await going
         except grpc.aio.AioRpcError as error:
             raise calls.failure(error) from None
         return call.read(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -19,6 +20,7 @@ from perfcast_client.search import SearchTask
 from perfcast_client.steps import Step, put_columns, put_step, whole
 
 T = TypeVar("T")
+M = TypeVar("M")
 CATALOG, PREDICTION = "/perfcast.v1.Catalog/", "/perfcast.v1.Prediction/"
 SERVING, SEARCH = "/perfcast.v1.Serving/", "/perfcast.v1.Search/"
 STREAM_STEPS = PREDICTION + "StreamSteps"
@@ -34,6 +36,7 @@ class Call(Generic[T]):
     read: Callable[[Any], T]
     deadline_s: float = DEFAULT_DEADLINE_S
     inline: Message | None = None
+    is_stream: bool = False  # the server's answers come one by one, ``read`` gets the list of them
 
 
 def server_info() -> Call[results.ServerInfo]:
@@ -64,7 +67,7 @@ def check_support(config: EngineConfig) -> Call[results.Support]:
 
 
 def resolve(engine: EngineLike) -> Call[results.Engine]:
-    request, inline = _both(prediction_pb2.ResolveEngineRequest(), engine)
+    request, inline = both(prediction_pb2.ResolveEngineRequest(), engine)
     response = prediction_pb2.ResolveEngineResponse
     return Call(PREDICTION + "ResolveEngine", request, response, results.Engine.of, inline=inline)
 
@@ -72,7 +75,7 @@ def resolve(engine: EngineLike) -> Call[results.Engine]:
 def predict(engine: EngineLike, step: Step, operators: bool) -> Call[results.Prediction]:
     request = prediction_pb2.PredictStepRequest(include_operators=operators)
     put_step(request, step)
-    request, inline = _both(request, engine)
+    request, inline = both(request, engine)
     response = prediction_pb2.PredictStepResponse
     return Call(PREDICTION + "PredictStep", request, response, results.Prediction.of, inline=inline)
 
@@ -84,13 +87,13 @@ def predict_many(
         include_operators=operators, include_provenance=provenance, allow_misses=allow_misses
     )
     put_columns(request, steps)
-    request, inline = _both(request, engine)
+    request, inline = both(request, engine)
     response = prediction_pb2.PredictStepsResponse
     return Call(PREDICTION + "PredictSteps", request, response, results.Predictions.of, inline=inline)
 
 
 def surface(engine: EngineLike, max_pass_tokens: int, known_hash: str) -> Call[prediction_pb2.GetSurfaceResponse]:
-    request, inline = _both(
+    request, inline = both(
         prediction_pb2.GetSurfaceRequest(
             max_pass_tokens=whole("max_pass_tokens", max_pass_tokens), known_surface_hash=known_hash
         ),
@@ -101,7 +104,7 @@ def surface(engine: EngineLike, max_pass_tokens: int, known_hash: str) -> Call[p
     return Call(path, request, response, lambda message: message, SURFACE_DEADLINE_S, inline)
 
 
-def _both(request: Any, engine: EngineLike) -> tuple[Any, Any]:
+def both(request: Any, engine: EngineLike) -> tuple[Any, Any]:
     """The request as it goes out, and for a resolved engine the one that does not need the server's memory."""
     if not isinstance(engine, results.Engine):
         return put_engine(request, engine), None
@@ -156,7 +159,7 @@ def estimate_memory(
     )
     if workload is not None:
         workload.put(request.workload, "workload")
-    request, inline = _both(request, engine)
+    request, inline = both(request, engine)
     response = serving_pb2.EstimateMemoryResponse
     return Call(SERVING + "EstimateMemory", request, response, deployments.MemoryEstimate.of, inline=inline)
 
@@ -213,3 +216,27 @@ def failure(error: Any) -> errors.PerfcastError:
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return errors.ServerFault(str(error))
     return errors.from_call(error.code(), error.details() or error.code().name, error.trailing_metadata())
+
+
+def engine_call(
+    path: str, request: Any, response: Any, read: Callable[[Any], T], engine: EngineLike | None, stream: bool = False
+) -> Call[T]:
+    """A call about ``engine``, where there is one."""
+    inline = None
+    if engine is not None:
+        request, inline = both(request, engine)
+    return Call(path, request, response, read, inline=inline, is_stream=stream)
+
+
+def fill(message: M, **values: Any) -> M:
+    """Set fields, refusing by name what one cannot hold."""
+    for name, value in values.items():
+        try:
+            if isinstance(value, bool) != isinstance(getattr(message, name), bool):
+                raise TypeError
+            if isinstance(getattr(message, name), int) and not isinstance(value, bool):
+                value = operator.index(value)
+            setattr(message, name, value)
+        except (AttributeError, TypeError, ValueError):
+            raise errors.refused(name, value, "is not legal here") from None
+    return message

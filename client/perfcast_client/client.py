@@ -39,6 +39,10 @@ class Questions:
     def _stream(self, call: Call[T], deadline_s: float | None) -> Generator[T, None, None]:
         raise NotImplementedError
 
+    def ask(self, call: Call[T], deadline_s: float | None = None) -> T:
+        """Make a call that ``perfcast_client.planner`` or ``perfcast_client.calibration`` describes."""
+        return self._run(call, deadline_s)
+
     def systems(self, deadline_s: float | None = None) -> tuple[results.System, ...]:
         return self._run(calls.systems(), deadline_s)
 
@@ -263,7 +267,8 @@ class Client(Questions):
         stub = self._stubs.get(call.path)
         if stub is None:
             request, response = type(call.request), call.response
-            stub = self._channel.unary_unary(call.path, request.SerializeToString, response.FromString)
+            kind = self._channel.unary_stream if call.is_stream else self._channel.unary_unary
+            stub = kind(call.path, request.SerializeToString, response.FromString)
             self._stubs[call.path] = stub
         try:
             answer = stub(
@@ -272,6 +277,8 @@ class Client(Questions):
                 metadata=self._call_metadata(),
                 wait_for_ready=self._wait_for_ready,
             )
+            if call.is_stream:
+                answer = list(answer)
         except grpc.RpcError as error:
             raise calls.failure(error) from None
         return call.read(answer)

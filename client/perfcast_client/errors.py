@@ -70,6 +70,10 @@ class NotReady(PerfcastError):
     """Too little data so far; not a fault."""
 
 
+class CalibrationOff(PerfcastError):
+    """The server keeps no calibration states; ``details["flag"]`` names the flag that it needs."""
+
+
 class OutOfDomain(PerfcastError):
     """Outside the declared domain, with extrapolation forbidden."""
 
@@ -122,6 +126,7 @@ BY_REASON: Mapping[str, type[PerfcastError]] = {
     "UNKNOWN_HANDLE": UnknownHandle,
     "OUT_OF_MEMORY": OutOfMemory,
     "NOT_READY": NotReady,
+    "CALIBRATION_OFF": CalibrationOff,
 }
 BY_CODE: Mapping[grpc.StatusCode, type[PerfcastError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -162,6 +167,7 @@ _REASONS: Mapping[str, type[PerfcastError]] = {
     "UNKNOWN_SYSTEM": NotFound,
     "UNKNOWN_BACKEND": NotFound,
     "UNKNOWN_VERSION": NotFound,
+    "UNKNOWN_STATE": NotFound,
     "EXTRAPOLATION": OutOfDomain,
     "LIMIT": LimitExceeded,
     "DATA_CORRUPT": ServerFault,

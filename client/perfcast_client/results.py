@@ -200,19 +200,16 @@ class System(Result):
 
     @classmethod
     def of(cls, m: catalog_pb2.System) -> System:
-        def figure(name: str) -> Any:
-            return getattr(m, name) if m.HasField(name) else None  # type: ignore[arg-type]
-
         return cls(
             m.name,
             m.gpus_per_node,
-            figure("gpus_per_rack"),
-            figure("sm_version"),
-            figure("memory_bytes"),
+            given(m, "gpus_per_rack"),
+            given(m, "sm_version"),
+            given(m, "memory_bytes"),
             m.memory_bandwidth_bytes_per_s,
             m.intra_node_bandwidth_bytes_per_s,
             m.inter_node_bandwidth_bytes_per_s,
-            figure("power_w"),
+            given(m, "power_w"),
             dict(m.flops_per_s),
             versions(m.backends),
         )
@@ -265,6 +262,11 @@ class Support(Result):
         )
         stamp = EngineStamp.of(m.engine) if m.HasField("engine") else None
         return cls(m.supported, stamp, _error(m), phases)
+
+
+def given(message: Any, name: str) -> Any:
+    """An optional field; None where it is absent."""
+    return getattr(message, name) if message.HasField(name) else None
 
 
 def versions(backends: Any) -> tuple[Version, ...]:

@@ -37,6 +37,7 @@ from perfcast_server.metrics import Metrics
 from perfcast_server.rpc import Method, Rpc
 from perfcast_server.searchers import Searchers
 from perfcast_server.settings import NotReady, Settings, SettingsError, address, require_guarded
+from perfcast_server.states import States
 
 log = logging.getLogger("perfcast.server")
 

@@ -48,14 +48,10 @@ class Settings:
     caller_burst: float = _setting(0.0, "calls that a quiet caller may make at once; 0 is those of one second")
     caller_concurrency: int = _setting(0, "calls and streams of one caller in work in one process; 0 is no bound")
     data: tuple[str, ...] = _setting((), "roots with measured packs, searched before the shipped ones")
-<<<<<<< HEAD
-    workers: int = _setting(1, "processes that share the port; each has caches and limits of its own")
-    threads: int = _setting(0, "threads of a process for heavy predictions; 0 means one per core, at least 2")
-=======
     state_dir: str = _setting("", "folder that calibration states are kept in; empty turns calibration off")
     max_states: int = _setting(1024, "calibration states kept; no more can be made")
-    workers: int = _setting(0, "threads for heavy predictions; 0 means one per core, at least 2")
->>>>>>> ff5d263 (Answer planner questions and keep calibration states, durable and versioned)
+    workers: int = _setting(1, "processes that share the port; each has caches and limits of its own")
+    threads: int = _setting(0, "threads of a process for heavy predictions; 0 means one per core, at least 2")
     max_concurrent_requests: int = _setting(256, "requests in work or waiting; more are refused at once")
     max_streams: int = _setting(64, "step streams open at once; more are refused at once")
     search_workers: int = _setting(
