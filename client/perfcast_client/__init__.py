@@ -12,6 +12,7 @@ from perfcast_client.aio import AsyncClient
 from perfcast_client.channel import Tls, bearer, bearer_file
 from perfcast_client.client import Client
 from perfcast_client.config import EngineConfig
+from perfcast_client.deploy import Cluster, EngineSettings
 from perfcast_client.errors import PerfcastError
 from perfcast_client.local import LocalSurface
 from perfcast_client.local_aio import AsyncLocalSurface
@@ -34,10 +35,12 @@ __all__ = [
     "AsyncClient",
     "AsyncLocalSurface",
     "Client",
+    "Cluster",
     "DecodeStep",
     "DecodeTrajectory",
     "Disaggregated",
     "EngineConfig",
+    "EngineSettings",
     "Images",
     "KvTransfer",
     "Limits",

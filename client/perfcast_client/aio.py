@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from perfcast_client import calls, results
 from perfcast_client.calls import Call
 from perfcast_client.channel import OPTIONS, Metadata, Tls
 from perfcast_client.config import EngineConfig
+from perfcast_client.deploy import Cluster, DeployFiles, DeployTargets, EngineSettings, Validation
 from perfcast_client.deployments import Estimate, MemoryEstimate, SearchProgress, SearchResult
 from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
 from perfcast_client.local import REFRESH_S
@@ -160,6 +161,34 @@ class AsyncClient:
     ) -> SearchResult:
         """The fewest GPUs that carry a load; where ``max_gpus`` do not suffice, what serves most of it on those."""
         return await self._run(calls.recommend(task, requests_per_s, concurrency, max_gpus), deadline_s)
+
+    async def generate(
+        self,
+        deployment: Deployment,
+        workload: Workload,
+        target: str,
+        *,
+        policy: str = "as_predicted",
+        limits: Limits | None = None,
+        nextn_accepted: float = 0.0,
+        replicas: int = 1,
+        settings: EngineSettings | None = None,
+        cluster: Cluster | None = None,
+        deadline_s: float | None = None,
+    ) -> DeployFiles:
+        """The files that deploy what ``estimate`` would be asked about; see ``deploy_targets`` for the targets.
+
+        policy: "as_predicted" (the engines get the limits that were predicted) or "headroom" (margins of production).
+        """
+        given = (policy, limits, nextn_accepted, replicas, settings, cluster)
+        return await self._run(calls.generate(deployment, workload, target, *given), deadline_s)
+
+    async def deploy_targets(self, deadline_s: float | None = None) -> DeployTargets:
+        return await self._run(calls.deploy_targets(), deadline_s)
+
+    async def validate_files(self, files: Mapping[str, bytes], deadline_s: float | None = None) -> Validation:
+        """Whether files of one folder are those that were generated; bad files are an answer, not an exception."""
+        return await self._run(calls.validate_files(files), deadline_s)
 
     async def search(
         self, task: SearchTask, deadline_s: float | None = None

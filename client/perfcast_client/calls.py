@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from perfcast.v1 import API_REVISION, catalog_pb2, prediction_pb2, search_pb2, serving_pb2
+from perfcast.v1 import API_REVISION, catalog_pb2, deploy_pb2, prediction_pb2, search_pb2, serving_pb2
 
-from perfcast_client import deployments, errors, results, serving
+from perfcast_client import deploy, deployments, errors, results, serving
 from perfcast_client._version import __version__
 from perfcast_client.channel import DEFAULT_DEADLINE_S, SEARCH_DEADLINE_S, SURFACE_DEADLINE_S
 from perfcast_client.config import EngineConfig
@@ -23,6 +23,7 @@ T = TypeVar("T")
 M = TypeVar("M")
 CATALOG, PREDICTION = "/perfcast.v1.Catalog/", "/perfcast.v1.Prediction/"
 SERVING, SEARCH = "/perfcast.v1.Serving/", "/perfcast.v1.Search/"
+DEPLOY = "/perfcast.v1.Deploy/"
 STREAM_STEPS = PREDICTION + "StreamSteps"
 
 
@@ -182,6 +183,51 @@ def recommend(
     return Call(
         SEARCH + "Recommend", request, response, lambda m: deployments.SearchResult.of(m.result), SEARCH_DEADLINE_S
     )  # fmt: skip
+
+
+def generate(
+    deployment: serving.Deployment,
+    workload: serving.Workload,
+    target: str,
+    policy: str,
+    limits: serving.Limits | None,
+    nextn_accepted: float,
+    replicas: int,
+    settings: deploy.EngineSettings | None,
+    cluster: deploy.Cluster | None,
+) -> Call[deploy.DeployFiles]:
+    kind = serving.KINDS.get(type(deployment))
+    if kind is None or isinstance(deployment, serving.Static):
+        raise errors.refused("deployment", deployment, "is not Aggregated or Disaggregated")
+    policies = {name.removeprefix("DEPLOY_POLICY_").lower(): n for name, n in deploy_pb2.DeployPolicy.items()}
+    if policy not in policies:
+        raise errors.refused("policy", policy, "is not as_predicted or headroom")
+    number: Any = policies[policy]
+
+    def made(inline: bool) -> deploy_pb2.GenerateRequest:
+        request = deploy_pb2.GenerateRequest(
+            target=target, policy=number, nextn_accepted=nextn_accepted, replicas_total=replicas
+        )
+        workload.put(request.workload, "workload")
+        deployment.put(getattr(request, kind), kind, inline)
+        parts = {"limits": limits, "settings": settings, "cluster": cluster}
+        for name, part in ((name, part) for name, part in parts.items() if part is not None):
+            part.put(getattr(request, name), name)
+        return request
+
+    response = deploy_pb2.GenerateResponse
+    return Call(DEPLOY + "Generate", made(False), response, deploy.DeployFiles.of, SEARCH_DEADLINE_S, made(True))
+
+
+def deploy_targets() -> Call[deploy.DeployTargets]:
+    request, response = deploy_pb2.ListTargetsRequest(), deploy_pb2.ListTargetsResponse
+    return Call(DEPLOY + "ListTargets", request, response, deploy.DeployTargets.of)
+
+
+def validate_files(files: Mapping[str, bytes]) -> Call[deploy.Validation]:
+    told = [deploy_pb2.DeployFile(path=path, content=content) for path, content in files.items()]
+    request, response = deploy_pb2.ValidateRequest(files=told), deploy_pb2.ValidateResponse
+    return Call(DEPLOY + "Validate", request, response, deploy.Validation.of)
 
 
 def step_message(sequence: int, step: Step, engine: EngineLike | None) -> prediction_pb2.StreamStepsRequest:

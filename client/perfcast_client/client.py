@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from perfcast_client import calls, results
 from perfcast_client.calls import Call
 from perfcast_client.channel import OPTIONS, Metadata, Tls
 from perfcast_client.config import EngineConfig
+from perfcast_client.deploy import Cluster, DeployFiles, DeployTargets, EngineSettings, Validation
 from perfcast_client.deployments import Estimate, MemoryEstimate, SearchProgress, SearchResult
 from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
 from perfcast_client.local import REFRESH_S, LocalSurface
@@ -123,6 +124,34 @@ class Questions:
     ) -> SearchResult:
         """The fewest GPUs that carry a load; where ``max_gpus`` do not suffice, what serves most of it on those."""
         return self._run(calls.recommend(task, requests_per_s, concurrency, max_gpus), deadline_s)
+
+    def generate(
+        self,
+        deployment: Deployment,
+        workload: Workload,
+        target: str,
+        *,
+        policy: str = "as_predicted",
+        limits: Limits | None = None,
+        nextn_accepted: float = 0.0,
+        replicas: int = 1,
+        settings: EngineSettings | None = None,
+        cluster: Cluster | None = None,
+        deadline_s: float | None = None,
+    ) -> DeployFiles:
+        """The files that deploy what ``estimate`` would be asked about; see ``deploy_targets`` for the targets.
+
+        policy: "as_predicted" (the engines get the limits that were predicted) or "headroom" (margins of production).
+        """
+        given = (policy, limits, nextn_accepted, replicas, settings, cluster)
+        return self._run(calls.generate(deployment, workload, target, *given), deadline_s)
+
+    def deploy_targets(self, deadline_s: float | None = None) -> DeployTargets:
+        return self._run(calls.deploy_targets(), deadline_s)
+
+    def validate_files(self, files: Mapping[str, bytes], deadline_s: float | None = None) -> Validation:
+        """Whether files of one folder are those that were generated; bad files are an answer, not an exception."""
+        return self._run(calls.validate_files(files), deadline_s)
 
     def search(
         self, task: SearchTask, deadline_s: float | None = None

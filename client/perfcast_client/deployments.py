@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from perfcast.v1 import search_pb2, serving_pb2
 
+from perfcast_client import serving
 from perfcast_client.config import EngineConfig, enum_word
 from perfcast_client.errors import PerfcastError, from_detail
 from perfcast_client.results import EngineStamp, OperatorLatency, Provenance, Result, word
@@ -15,7 +16,7 @@ from perfcast_client.results import EngineStamp, OperatorLatency, Provenance, Re
 T = TypeVar("T", bound=Result)
 
 
-def _plain(cls: type[T], message: Any, **own: Any) -> T:
+def plain(cls: type[T], message: Any, **own: Any) -> T:
     """``cls`` of the fields of a message that have its names; ``own`` are read by the caller."""
     names = [item.name for item in fields(cls) if item.name not in own]  # type: ignore[arg-type]
     optional = {f.name for f in message.DESCRIPTOR.fields if f.has_presence}
@@ -39,7 +40,7 @@ class WorkerGroup(Result):
 
     @classmethod
     def of(cls, m: serving_pb2.WorkerGroup) -> WorkerGroup:
-        return _plain(cls, m, role=enum_word("role", m.role))
+        return plain(cls, m, role=enum_word("role", m.role))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +98,13 @@ class Deployment(Result):
 
     @classmethod
     def of(cls, m: serving_pb2.Deployment) -> Deployment:
-        return _plain(
+        return plain(
             cls,
             m,
             mode=_mode(m.mode),
             workers=tuple(map(WorkerGroup.of, m.workers)),
-            iterations=_plain(Iterations, m.iterations) if m.HasField("iterations") else None,
-            ranking=_plain(Ranking, m.ranking) if m.HasField("ranking") else None,
+            iterations=plain(Iterations, m.iterations) if m.HasField("iterations") else None,
+            ranking=plain(Ranking, m.ranking) if m.HasField("ranking") else None,
         )
 
 
@@ -173,7 +174,7 @@ class Estimate(Result):
         return cls(
             Deployment.of(m.deployment),
             tuple(map(DeployedEngine.of, m.engines)),
-            tuple(_plain(GpuMemory, memory) for memory in m.memory),
+            tuple(plain(GpuMemory, memory) for memory in m.memory),
             tuple(map(StepLatency.of, m.steps)),
             enum_word("profile", m.profile),
             tuple(m.warnings),
@@ -196,12 +197,12 @@ class MemoryEstimate(Result):
 
     @classmethod
     def of(cls, m: serving_pb2.EstimateMemoryResponse) -> MemoryEstimate:
-        return _plain(
+        return plain(
             cls,
             m,
             engine=DeployedEngine.of(m.engine),
-            at_start=_plain(GpuMemory, m.at_start),
-            at_batch=_plain(GpuMemory, m.at_batch) if m.HasField("at_batch") else None,
+            at_start=plain(GpuMemory, m.at_start),
+            at_batch=plain(GpuMemory, m.at_batch) if m.HasField("at_batch") else None,
         )
 
 
@@ -227,8 +228,8 @@ class SearchProgress(Result):
 
     @classmethod
     def of(cls, m: search_pb2.SearchProgress) -> SearchProgress:
-        front = tuple(_plain(FrontPoint, point) for point in m.front)
-        return _plain(cls, m, mode=_mode(m.mode), front=front)
+        front = tuple(plain(FrontPoint, point) for point in m.front)
+        return plain(cls, m, mode=_mode(m.mode), front=front)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,13 +268,25 @@ class Experiment(Result):
     def best(self) -> Deployment | None:
         return self.picks[0] if self.picks else None
 
+    def configuration(self, row: Deployment) -> serving.Aggregated | serving.Disaggregated:
+        """One of this experiment's deployments as something to estimate or to generate files for."""
+        if row.iterations is not None:
+            (group,) = row.workers
+            engine = self.engines[group.engine].config
+            return serving.Aggregated(engine=engine, batch=group.batch_per_rank, ctx_tokens=row.iterations.ctx_tokens)
+        prefill, decode = (
+            serving.Pool(engine=self.engines[g.engine].config, batch=g.batch_per_rank, workers=g.workers_total)
+            for g in row.workers
+        )
+        return serving.Disaggregated(prefill=prefill, decode=decode)
+
     @classmethod
     def of(cls, m: search_pb2.Experiment) -> Experiment:
         def rows(messages: Any) -> tuple[Deployment, ...]:
             return tuple(map(Deployment.of, messages))
 
         refused = ((r.mapping, from_detail(r.error.reason, r.error.message, r.error.metadata)) for r in m.refused)
-        return _plain(
+        return plain(
             cls,
             m,
             mode=_mode(m.mode),
@@ -282,7 +295,7 @@ class Experiment(Result):
             front=rows(m.front),
             rows=rows(m.rows),
             closest=Deployment.of(m.closest) if m.HasField("closest") else None,
-            violations=tuple(_plain(Violation, violation) for violation in m.violations),
+            violations=tuple(plain(Violation, violation) for violation in m.violations),
             engines=tuple(map(DeployedEngine.of, m.engines)),
             refused=tuple(refused),
         )
@@ -312,7 +325,7 @@ class SearchResult(Result):
     @classmethod
     def of(cls, m: search_pb2.SearchResult) -> SearchResult:
         load, targets = m.workload, m.targets
-        return _plain(
+        return plain(
             cls,
             m,
             experiments=tuple(map(Experiment.of, m.experiments)),

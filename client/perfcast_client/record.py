@@ -23,7 +23,7 @@ def wire(name: str, default: Any = MISSING, *, enum: Any = None, prefix: str = "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Base of records. A field that is None, "" or () stays unset in a message."""
+    """Base of records. A field that is None, "", () or {} stays unset in a message."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], path: str = "") -> Self:
@@ -38,7 +38,7 @@ class Record:
         for item in fields(self):
             own, name = getattr(self, item.name), item.metadata.get("wire", item.name)
             where = f"{path}.{item.name}".lstrip(".")
-            if own is None or own == "" or own == ():
+            if own is None or own == "" or own == () or own == {}:
                 continue
             if isinstance(own, Record):
                 getattr(message, name).SetInParent()
@@ -85,6 +85,8 @@ def _assign(message: Any, name: str, value: Any, path: str) -> None:
     try:
         if isinstance(value, list | tuple):
             getattr(message, name).extend(value)
+        elif isinstance(value, Mapping):
+            getattr(message, name).update(value)
         elif isinstance(value, bool) and not isinstance(getattr(message, name), bool):
             raise TypeError
         else:
@@ -103,6 +105,10 @@ def read(kind: Any, value: Any, path: str) -> Any:
     if get_origin(kind) is tuple:
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(read(get_args(kind)[0], item, f"{path}[{number}]") for number, item in enumerate(items))
+    if get_origin(kind) is Mapping:
+        if not isinstance(value, Mapping):
+            raise refused(path, value, "is not a mapping")
+        return {name: read(get_args(kind)[1], item, f"{path}.{name}") for name, item in value.items()}
     if isinstance(kind, type) and issubclass(kind, Record | EngineConfig):
         return value if isinstance(value, kind) else _read_members(kind, value, path)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -24,7 +24,7 @@ from perfcast_deploy.readback import READERS
 from perfcast_deploy.validate import read_json, require_valid, well_formed
 
 MANIFEST = "perfcast.json"
-Predict = Callable[[Deployment], Mapping[str, float]]
+Predict = Callable[[Deployment], Mapping[str, Any]]
 
 
 class DirectoryExists(EngineError):
@@ -35,7 +35,10 @@ class DirectoryExists(EngineError):
 
 @dataclass(frozen=True)
 class Bundle:
-    """Files by path, the deployment they say, and what was changed from the prediction on the way."""
+    """Files by path, the deployment they say, and what was changed from the prediction on the way.
+
+    ``predicted``: figures of the deployment as changed, where something was changed and they are known.
+    """
 
     files: Mapping[str, bytes]
     target: str
@@ -43,6 +46,7 @@ class Bundle:
     deployment: Deployment
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
+    predicted: Mapping[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -70,8 +74,12 @@ def generate(
     replace(facts, kv_capacity_tokens={}).check(deployed)  # what a policy adds may preempt, and is noted below
     texts = _write_target(deployed, target)
     require_valid(texts)
-    notes = (*_notes(deployed, target), *_capacity_notes(deployed, facts))
-    predicted = dict(predict(deployed)) if predict and changes else None
+    notes = [*_notes(deployed, target), *_capacity_notes(deployed, facts)]
+    predicted = None
+    try:
+        predicted = dict(predict(deployed)) if predict and changes else None
+    except EngineError as error:
+        notes.append(f"not predicted as deployed: {error.message}")
     manifest = {
         "schema": 1,
         "target": target,
@@ -79,13 +87,13 @@ def generate(
         "assumed": _assumed(deployed),
         "changes": as_rows(changes),
         "predicted_as_deployed": predicted,
-        "notes": list(notes),
+        "notes": notes,
         "files": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(texts.items())},
     }
     manifest["digest"] = _digest(manifest)
     files = {name: text.encode() for name, text in sorted(texts.items())}
     files[MANIFEST] = (json.dumps(manifest, indent=1, allow_nan=False) + "\n").encode()
-    bundle = Bundle(files, target, policy, deployed, changes, notes)
+    bundle = Bundle(files, target, policy, deployed, changes, tuple(notes), predicted)
     again = parse(files)
     if again != deployed:
         raise DataCorrupt(f"the files read back to another deployment: {_difference(deployed, again)}", target=target)

@@ -60,13 +60,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What was predicted at ``concurrency`` requests in flight (whole deployment), and with which engine profile."""
+    """What was predicted at ``concurrency`` requests in flight (whole deployment); with which profile and data."""
 
     concurrency: int | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     output_tokens_per_s: float | None = None
     profile: str | None = None
+    basis: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
 import yaml
 
 
@@ -40,7 +39,9 @@ def yaml_text(*documents: Any) -> str:
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def _environment() -> Any:
+    import jinja2  # late, so that a server starts at once
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("perfcast_deploy"),
         undefined=jinja2.StrictUndefined,
@@ -55,7 +56,8 @@ def _environment() -> jinja2.Environment:
 
 def render(template: str, **values: Any) -> str:
     """One of the package's templates; missing values are errors."""
-    return _environment().get_template(template).render(**values)
+    text: str = _environment().get_template(template).render(**values)
+    return text
 
 
 def env_list(env: Mapping[str, str]) -> list[dict[str, str]]:

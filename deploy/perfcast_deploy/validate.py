@@ -8,17 +8,19 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import jsonschema
 import yaml
 from perfcast_engine.errors import DataCorrupt, EngineError, InvalidField
 
 from perfcast_deploy.catalog import data_file
 
+MAX_DEPTH, MAX_NODES = 64, 200_000
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @cache
-def _validator(kind: str) -> jsonschema.Draft202012Validator:
+def _validator(kind: str) -> Any:
+    import jsonschema  # late, so that a server starts at once
+
     schemas = data_file("schemas.yaml")
     schema: dict[str, Any] = {"type": "object", "$defs": schemas["$defs"], **schemas["kinds"][kind]}
     if kind not in ("HelmValues", "Kustomization"):
@@ -43,14 +45,29 @@ def well_formed(what: str) -> Iterator[None]:
 
 
 def read_yaml(name: str, text: str) -> list[dict[str, Any]]:
-    """The documents of a file; damaged YAML is a typed error."""
+    """The documents of a file; damaged YAML, and what aliases would blow up, is a typed error."""
     try:
         documents = [document for document in yaml.load_all(text, LOADER) if document is not None]
-    except (yaml.YAMLError, RecursionError) as error:
-        raise DataCorrupt(f"{name} is no YAML: {' '.join(str(error).split())}", file=name) from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise DataCorrupt(f"{name} is no YAML: {' '.join(str(error).split())[:300]}", file=name) from error
+    _check_size(name, documents)
     if not all(isinstance(document, dict) for document in documents):
         raise DataCorrupt(f"{name} holds something other than mappings", file=name)
     return documents
+
+
+def _check_size(name: str, tree: Any) -> None:
+    """Aliases make a small text a large tree: everything that walks it would."""
+    level, nodes = [tree], 0
+    for _ in range(MAX_DEPTH):
+        parents = [node for node in level if isinstance(node, dict | list)]
+        nodes += sum(map(len, parents))
+        if nodes > MAX_NODES or not parents:
+            level = parents
+            break
+        level = [child for node in parents for child in (node.values() if isinstance(node, dict) else node)]
+    if level:
+        raise DataCorrupt(f"{name} is nested or repeated beyond all measure", file=name)
 
 
 def problems(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:

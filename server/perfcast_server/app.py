@@ -21,6 +21,7 @@ from perfcast_server import (
     calibration,
     callers,
     catalog,
+    deploy,
     logs,
     planner,
     prediction,
@@ -59,6 +60,7 @@ def services(
         ),
         planner.SERVICE: planner.Planner(engines, states, settings).methods(),
         calibration.SERVICE: calibration.Calibration(engines, states, settings, metrics).methods(),
+        deploy.SERVICE: deploy.Deploy(engines, settings).methods(),
         catalog.SERVICE: listing.methods(),
     }
     listing.methods_served = tuple(f"{name}/{method.name}" for name in offered for method in offered[name])

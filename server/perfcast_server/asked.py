@@ -17,6 +17,7 @@ from perfcast_engine.serving.estimate import EngineLimits
 from perfcast_engine.serving.workload import Images, KvTransfer, Targets, Workload
 
 from perfcast_server.errors import ServiceError, invalid
+from perfcast_server.settings import Settings
 
 MAX_COUNT = 2**31 - 1
 MAX_SIZES, MAX_MAPPINGS = 64, 1 << 20
@@ -93,6 +94,19 @@ def targets(message: search_pb2.Targets) -> Targets:
         tpot_ms=message.tpot_ms or DEFAULT_TPOT_MS,
         request_latency_ms=whole,
     )
+
+
+def check_length(load: Workload, stride: int, settings: Settings) -> None:
+    """Refuses outputs whose decode takes more points than a request may."""
+    points, most = math.ceil(load.osl / max(1, stride)), settings.max_points_per_request
+    if points > most:
+        raise ServiceError(
+            "LIMIT",
+            f"workload.osl_tokens: {points} points of a trajectory, more than {most}; ask for fewer output tokens",
+            limit="max_points_per_request",
+            field="workload.osl_tokens",
+            retry="no",
+        )
 
 
 def limits(message: serving_pb2.EngineLimits, accepted: float = 0.0) -> EngineLimits:

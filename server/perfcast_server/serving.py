@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +31,7 @@ from perfcast_server import asked, deployments, wire
 from perfcast_server.asked import count, factor
 from perfcast_server.deployments import Deployed
 from perfcast_server.engines import Engines, Ready
-from perfcast_server.errors import ServiceError, invalid
+from perfcast_server.errors import invalid
 from perfcast_server.rpc import Unary
 from perfcast_server.settings import Settings
 
@@ -64,19 +63,8 @@ class Serving:
             raise invalid("deployment", "is missing; give static, aggregated or disaggregated")
         given = getattr(request, kind)
         parts = {"prefill": given.prefill, "decode": given.decode} if kind == "disaggregated" else {"engine": given}
-        ready = {role: await self._engine(part, role, kind) for role, part in parts.items()}
+        ready = {role: await engine_of(self._engines, part, role, kind) for role, part in parts.items()}
         return await self._engines.off_loop(lambda: self._estimated(request, kind, ready))
-
-    async def _engine(self, part: Any, role: str, kind: str) -> Ready:
-        """The engine of one role; a configuration that does not name one serves that of its pool."""
-        if part.WhichOneof("engine") is None:
-            path = f"{kind}.{role}" if role in ROLES else kind
-            raise invalid(f"{path}.engine", "is missing; give config or handle")
-        if role in ROLES and part.HasField("config") and part.config.role in UNSAID:
-            asked_for = type(part)(config=part.config)
-            asked_for.config.role = ROLES[role]
-            part = asked_for
-        return await self._engines.of(part)
 
     def _estimated(self, request: serving_pb2.EstimateRequest, kind: str, ready: dict[str, Ready]) -> Message:
         with asked.named_as_asked():
@@ -88,26 +76,27 @@ class Serving:
                 asked.limits(request.limits, request.nextn_accepted),
                 request.include_operators,
             )
-            self._bound(load, request.static.stride or STRIDE)
+            asked.check_length(load, request.static.stride or STRIDE, self._settings)
             found: Estimate = getattr(question, kind)()
         if not request.allow_out_of_memory:
             found.require_fit(kv=False)
         return _told(found, kind, ready, load)
 
-    def _bound(self, load: Workload, stride: int) -> None:
-        points, most = math.ceil(load.osl / max(1, stride)), self._settings.max_points_per_request
-        if points > most:
-            raise ServiceError(
-                "LIMIT",
-                f"workload.osl_tokens: {points} points of a trajectory, more than {most}; ask for fewer output tokens",
-                limit="max_points_per_request",
-                field="workload.osl_tokens",
-                retry="no",
-            )
-
     async def estimate_memory(self, request: serving_pb2.EstimateMemoryRequest) -> Message:
         ready = await self._engines.of(request)
         return await self._engines.off_loop(lambda: _memory(request, ready))
+
+
+async def engine_of(engines: Engines, part: Any, role: str, kind: str) -> Ready:
+    """The engine of one role of a deployment; a configuration that does not name one serves that of its pool."""
+    if part.WhichOneof("engine") is None:
+        path = f"{kind}.{role}" if role in ROLES else kind
+        raise invalid(f"{path}.engine", "is missing; give config or handle")
+    if role in ROLES and part.HasField("config") and part.config.role in UNSAID:
+        asked_for = type(part)(config=part.config)
+        asked_for.config.role = ROLES[role]
+        part = asked_for
+    return await engines.of(part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,258 @@
+"""A predicted configuration as a deployment: all that the prediction assumed, and how well it fits the memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from perfcast_engine.config import EngineConfig
+from perfcast_engine.errors import UnsupportedCombination
+from perfcast_engine.models.resolve import Engine
+from perfcast_engine.search.task import AGGREGATED, Experiment, SearchTask
+from perfcast_engine.serving.aggregated import prompt_to_compute
+from perfcast_engine.serving.disaggregated import Matching
+from perfcast_engine.serving.estimate import (
+    EngineLimits,
+    Estimate,
+    Pool,
+    estimate_aggregated,
+    estimate_disaggregated,
+)
+from perfcast_engine.serving.workload import NO_TRANSFER, KvTransfer, Workload
+
+from perfcast_deploy.deployment import Deployment, Facts, Predicted, Role
+from perfcast_deploy.deployment import Workload as Load
+
+MODES = ("gemm", "moe", "fmha", "comm")
+SETTINGS = ("tokens_per_block", "cuda_graphs", "moe_backend", "moe_all_to_all", "attention_backend")  # of every role
+# The all-to-all of a prediction (by the start of its name) or its MoE kernel -> what its engine is told.
+EXPERTS: Mapping[tuple[str, str], Mapping[str, str]] = {
+    ("vllm", "deepep_ht"): {"moe_all_to_all": "deepep_high_throughput"},
+    ("vllm", "deepep_ll"): {"moe_all_to_all": "deepep_low_latency"},
+    ("sglang", "deepep_ht"): {"moe_all_to_all": "deepep"},
+    ("sglang", "deepep_ll"): {"moe_all_to_all": "deepep"},
+    ("sglang", "deepep_moe"): {"moe_all_to_all": "deepep"},
+    **{
+        ("trtllm", name): {"moe_backend": "WIDEEP"}
+        for name in ("trtllm_deepep_ht", "trtllm_deepep_ll", "nvlink_two_sided", "nvlink_one_sided")
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Engines with their batches: of role agg, or of prefill and decode. ``replicas``: copies of all that.
+
+    ``ctx_tokens``: prefill tokens of an aggregated iteration, by default a whole prompt.
+    """
+
+    pools: Mapping[str, Pool]
+    load: Workload
+    ctx_tokens: int | None = None
+    replicas: int = 1
+    matching: Matching | None = None
+    kv_transfer: KvTransfer = field(default=NO_TRANSFER)
+
+    @classmethod
+    def of_row(cls, found: Experiment, task: SearchTask, row: Mapping[str, Any]) -> Choice:
+        """The row of a search with as many copies as its GPUs hold."""
+        limits = EngineLimits(memory_fraction=task.memory_fraction, max_seq_len=task.max_seq_len)
+        decoding = replace(limits, accepted=task.accepted)
+        replicas = int(row.get("replicas", (task.total_gpus or row["gpus"]) // row["gpus"]))
+        if found.mode == AGGREGATED:
+            pool = Pool(worker=found.engines[row["engine"]], batch=int(row["batch"]), workers=1, limits=decoding)
+            return cls(pools={"agg": pool}, load=task.load, ctx_tokens=int(row["ctx_tokens"]), replicas=replicas)
+        pools = {
+            role: Pool(
+                worker=found.engines[row[f"{role}_engine"]],
+                batch=int(row[f"{role}_batch"]),
+                workers=int(row[f"{role}_workers"]),
+                limits=own,
+            )
+            for role, own in (("prefill", limits), ("decode", decoding))
+        }
+        shared: dict[str, Any] = {"matching": task.matching, "kv_transfer": task.kv_transfer}
+        return cls(pools=pools, load=task.load, replicas=replicas, **shared)
+
+    @property
+    def system(self) -> str:
+        return self._first.config.system
+
+    @property
+    def _first(self) -> Engine:
+        return _engine(next(iter(self.pools.values())))
+
+    def estimate(self) -> Estimate:
+        """What one replica achieves. Raises PerfDataMissing and what else a step raises."""
+        if "agg" in self.pools:
+            pool = self.pools["agg"]
+            return estimate_aggregated(pool.worker, self.load, pool.batch, self.ctx_tokens, pool.limits)
+        prefill, decode = self.pools["prefill"], self.pools["decode"]
+        return estimate_disaggregated(prefill, decode, self.load, self.matching, self.kv_transfer)
+
+    def deployment(self, **settings: Any) -> Deployment:
+        """All that was assumed, with the figures that all replicas reach. ``settings``: further fields of Deployment,
+        and those of SETTINGS for every role.
+
+        Raises OutOfMemory where it does not fit, UnsupportedCombination for what no engine can be told.
+        """
+        found = self.estimate().require_fit(kv=False)
+        engines = {name: _engine(pool) for name, pool in self.pools.items()}
+        first, *others = engines.values()
+        config = first.config
+        for engine in others:
+            for name in ("system", "backend"):
+                if getattr(engine.config, name) != getattr(config, name):
+                    raise UnsupportedCombination(f"decode.{name}", f"must be that of prefill, {getattr(config, name)}")
+            if (engine.db.version, engine.nextn) != (first.db.version, first.nextn):
+                raise UnsupportedCombination("decode.version", "prefill and decode must run one version and one nextn")
+        of_roles = {name: settings.pop(name) for name in SETTINGS if settings.get(name) is not None}
+        fractions = [fit.kv_fraction for fit in found.fit.values()]
+        roles = tuple(
+            self._role(name, pool, fraction, of_roles)
+            for (name, pool), fraction in zip(self.pools.items(), fractions, strict=True)
+        )
+        told: dict[str, Any] = {
+            "model": first.spec.id,
+            "version": first.db.version,
+            "quant": _modes(engines),
+        } | {name: value for name, value in settings.items() if value is not None}
+        _check_checkpoint(first, told["model"])
+        return Deployment(
+            backend=config.backend,
+            system=config.system,
+            roles=roles,
+            workload=Load(isl=self.load.isl, osl=self.load.osl, prefix=self.load.prefix),
+            is_moe=first.spec.moe.experts > 1,
+            nextn=first.nextn,
+            predicted=Predicted(**self.metrics(found), profile=found.profile, basis=_basis(config)),
+            **told,
+        )
+
+    def metrics(self, found: Estimate) -> dict[str, Any]:
+        """Figures of all replicas under the names of ``Predicted``."""
+        row = found.rows.row(0)
+        return {
+            "concurrency": int(row["concurrency"]) * self.replicas,
+            "ttft_ms": row["ttft_ms"],
+            "tpot_ms": row["tpot_ms"] or None,
+            "output_tokens_per_s": row["tokens_per_s"] * self.replicas,
+        }
+
+    def _role(self, name: str, pool: Pool, fraction: float, told: Mapping[str, Any]) -> Role:
+        engine, load, batch, sizes = _engine(pool), self.load, pool.batch, pool.worker.parallel
+        if sizes.cp > 1:
+            raise UnsupportedCombination(f"roles.{name}.cp", "no context parallelism in deployments; use cp = 1")
+        if load.images:
+            raise UnsupportedCombination("workload.images", "no deployment files for requests with images")
+        if engine.config.eplb:
+            raise UnsupportedCombination("enable_eplb", "no deployment files with expert load balancing; leave it off")
+        chunk = self.ctx_tokens or load.isl
+        decodes = batch * (1 + engine.nextn)
+        tokens = {"agg": chunk + decodes, "prefill": load.isl * batch, "decode": decodes}[name]
+        moe = engine.spec.moe.experts > 1
+        assumed: dict[str, Any] = {"attention_backend": engine.config.attention_backend} | _experts(name, engine)
+        return Role(
+            name=name,
+            workers=pool.workers * self.replicas,
+            tp=sizes.tp,
+            pp=sizes.pp,
+            dp=sizes.attn_dp,
+            moe_tp=(sizes.moe_tp or 1) if moe else 1,
+            moe_ep=(sizes.moe_ep or 1) if moe else 1,
+            max_batch=batch,
+            max_tokens=pool.limits.max_num_tokens or tokens,
+            max_seq_len=pool.limits.max_seq_len or load.isl + load.osl,
+            kv_fraction=fraction,
+            kv_dtype=engine.modes.kv,
+            chunked_prefill=name == "agg" and chunk < prompt_to_compute(pool.worker, load),
+            prefix_caching=load.prefix > 0,
+            **assumed | dict(told),
+        )
+
+    def facts(self) -> Facts:
+        """What the model and the memory allow."""
+        spec, found = self._first.spec, self.estimate()
+        capacity = {}
+        for (name, pool), fit in zip(self.pools.items(), found.fit.values(), strict=True):
+            length = self.load.isl + (0 if name == "prefill" else self.load.osl)
+            each = pool.worker.memory.kv_bytes(np.array([float(length)]))[0]
+            if each > 0:
+                capacity[name] = math.floor(fit.kv_budget_bytes[0] / each * (1 + 1e-12)) * length
+        return Facts(
+            num_heads=spec.heads,
+            num_layers=spec.layers,
+            num_experts=spec.moe.experts,
+            max_context_tokens=spec.ctx or None,
+            kv_capacity_tokens=capacity,
+        )
+
+    def deployed(self, d: Deployment, facts: Facts) -> dict[str, Any]:
+        """Figures of the same engines under the limits of ``d``, filled as far as the KV cache reaches."""
+        pools, chunk = {}, self.ctx_tokens
+        for role in d.roles:
+            length = d.workload.isl + (0 if role.name == "prefill" else d.workload.osl)
+            room = facts.kv_capacity_tokens.get(role.name, role.max_batch * length) // length
+            batch = max(1, min(role.max_batch, room))
+            if role.name == "prefill":  # prompts that one iteration takes
+                batch = max(1, min(batch, role.max_tokens // d.workload.isl))
+            if role.name == "agg":
+                prompt = prompt_to_compute(self.pools["agg"].worker, self.load)
+                chunk = max(1, role.max_tokens - role.max_batch * (d.nextn + 1))
+                chunk = chunk if role.chunked_prefill else max(chunk // prompt, 1) * prompt
+            pools[role.name] = replace(self.pools[role.name], batch=batch)
+        changed = replace(self, pools=pools, ctx_tokens=chunk)
+        return changed.metrics(changed.estimate())
+
+
+def _engine(pool: Pool) -> Engine:
+    assert pool.worker.engine is not None, "an engine made of tables"
+    return pool.worker.engine
+
+
+def _experts(role: str, engine: Engine) -> dict[str, str]:
+    """How experts meet their tokens, where that is not as the engine does by itself."""
+    backend, comm = engine.config.backend, engine.plan.deployment.comm
+    phases = {"prefill": (comm.context,), "decode": (comm.generation,), "agg": (comm.context, comm.generation)}[role]
+    told: dict[str, str] = {}
+    for name in {*phases, engine.config.moe_backend} - {None}:
+        flags = EXPERTS.get((backend, str(name)))
+        if flags is None:
+            raise UnsupportedCombination(f"roles.{role}.moe_backend", f"{backend} cannot be told to use {name}")
+        if any(told.get(key, value) != value for key, value in flags.items()):
+            raise UnsupportedCombination(
+                f"roles.{role}.moe_all_to_all", f"one {backend} engine has one all-to-all, not one for each phase"
+            )
+        told |= flags
+    return told
+
+
+def _modes(engines: Mapping[str, Engine]) -> dict[str, str]:
+    """Quantisation modes by name; with the role in front where roles differ."""
+    found = {role: asdict(engine.modes) for role, engine in engines.items()}
+    modes: dict[str, str] = {}
+    for name in MODES:
+        values = {role: own[name] for role, own in found.items() if own[name] is not None}
+        same = len(set(values.values())) == 1
+        modes |= {name if same else f"{role}.{name}": value for role, value in values.items()}
+    return modes
+
+
+def _check_checkpoint(engine: Engine, model: str) -> None:
+    """An engine serves a checkpoint as it is quantised; other modes need another checkpoint."""
+    asked, own = engine.config.quant, engine.spec.quant
+    for name, implied in (("gemm", own.gemm), ("moe", own.moe or own.gemm)):
+        mode = getattr(asked, name)
+        if mode is not None and mode != (implied or "bfloat16") and model == engine.spec.id:
+            raise UnsupportedCombination(
+                f"quant.{name}",
+                f"was predicted as {mode}, {model} is {implied or 'bfloat16'}; name a checkpoint that is (model_path)",
+            )
+
+
+def _basis(config: EngineConfig) -> dict[str, str]:
+    """What else the prediction rests on, in words."""
+    return {"database_mode": str(config.database_mode), "transfer_policy": config.transfer_policy}
