@@ -9,6 +9,7 @@ from pathlib import Path
 
 from perfcast_systems import ROOT
 
+from perfcast_engine.config import EngineConfig
 from perfcast_engine.errors import DataCorrupt, Reason, UnknownName
 from perfcast_engine.models.spec import ModelSpec, from_record
 
@@ -36,3 +37,8 @@ class Registry:
         if id not in self.models:
             raise UnknownName("model", id, self.models, Reason.UNKNOWN_MODEL)
         return self.models[id]
+
+    def spec(self, config: EngineConfig) -> ModelSpec:
+        """The model of ``config``, known by name or inline, with the layers that are asked for."""
+        spec = config.model if isinstance(config.model, ModelSpec) else self.get(config.model)
+        return spec.with_layers(config.layers)

@@ -70,8 +70,7 @@ def resolve(
     Raises UnknownName, InvalidField and UnsupportedCombination for what cannot be, PerfDataMissing where there are no
     tables, or none that let experts span nodes.
     """
-    spec = config.model if isinstance(config.model, ModelSpec) else registry.get(config.model)
-    spec = spec.with_layers(config.layers)
+    spec = registry.spec(config)
     policy = TRANSFER_PRESETS[config.transfer_policy]
     db = catalog.database(
         config.system, config.backend, config.version, config.database_mode, policy, config.allow_unlisted_version

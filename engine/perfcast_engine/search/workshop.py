@@ -31,8 +31,7 @@ class TableWorkshop:
     _plans: dict[Hashable, ModelPlan] = field(default_factory=dict, repr=False)
 
     def model(self, config: EngineConfig) -> ModelSpec:
-        spec = config.model if isinstance(config.model, ModelSpec) else self.registry.get(config.model)
-        return spec.with_layers(config.layers)
+        return self.registry.spec(config)
 
     def system(self, config: EngineConfig) -> SystemSpec:
         return self.catalog.system(config.system)
