@@ -13,6 +13,10 @@ except ModuleNotFoundError:
 COMMANDS = {
     "serve": ("perfcast_cli.serve", "Serve predictions over gRPC."),
     "predict": ("perfcast_cli.predict", "Predict the latency of a prefill, decode or mixed step."),
+    "estimate": ("perfcast_cli.estimate", "Estimate what one deployment delivers."),
+    "search": ("perfcast_cli.search", "Find the best deployments under latency targets."),
+    "recommend": ("perfcast_cli.search", "Find the fewest GPUs that carry a load."),
+    "exp": ("perfcast_cli.experiments", "Run the searches of an experiments file."),
     "models": ("perfcast_cli.listing", "List the models known by name."),
     "systems": ("perfcast_cli.listing", "List GPU systems and the backends measured on them."),
     "health": ("perfcast_cli.health", "Ask a server whether it is serving."),

@@ -16,16 +16,26 @@ from perfcast_cli.access import secured
 Command = Callable[..., Any]
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], numeric: Sequence[str] = ()) -> None:
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    numeric: Sequence[str] = (),
+    wide: bool = False,
+) -> None:
+    """Rows under columns. ``wide``: as wide as they are, whatever the terminal."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     out = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         out.add_column(column, justify="right" if column in numeric else "left", no_wrap=column in numeric)
     for row in rows:
-        out.add_row(*("" if value is None else str(value) for value in row))
-    Console(soft_wrap=False).print(out)
+        out.add_row(*(Text("" if value is None else str(value)) for value in row))
+    console = Console()
+    natural = out.__rich_measure__(console, console.options.update(max_width=1000)).maximum if wide else 0
+    Console(width=max(console.width, natural)).print(out, crop=False)
 
 
 def as_json(value: Any) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, fields
-from pathlib import Path
-from typing import Any, get_type_hints
+from dataclasses import fields
+from typing import Any
 
 import click
 from perfcast_client.config import EngineConfig
@@ -13,40 +11,15 @@ from perfcast_client.results import Engine, Prediction
 from perfcast_client.steps import DecodeStep, DecodeTrajectory, Mixed, Prefill, Step
 
 from perfcast_cli.local import connected
+from perfcast_cli.options import engine_fields, engine_options
 from perfcast_cli.output import as_json, sourced, table
 
 KINDS = ("prefill", "decode", "trajectory", "mixed")
-FILES = ("config_json", "hf_quant_config_json")
-HELP = {
-    "model": "a model known by name (see perfcast models), or a name for --config-json",
-    "config_json": "the config.json of a model of your own",
-    "version": "backend version, or the slot current, previous or next",
-}
-
-
-def _engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """One option for every field of EngineConfig."""
-    hints = get_type_hints(EngineConfig)
-    for item in reversed(fields(EngineConfig)):
-        name, text = "--" + item.name.replace("_", "-"), HELP.get(item.name)
-        if item.name in FILES:
-            kind: Any = click.Path(exists=True, dir_okay=False)
-        elif hints[item.name] in (int, int | None):
-            kind = int
-        else:
-            kind = str
-        if hints[item.name] in (bool, bool | None):
-            option = click.option(f"{name}/--no-{name[2:]}", item.name, default=None, help=text)
-        else:
-            required = item.default is MISSING
-            option = click.option(name, item.name, type=kind, default=None, required=required, help=text)
-        command = option(command)
-    return command
 
 
 @click.command()
 @click.argument("kind", type=click.Choice((*KINDS, "all")), default="all")
-@_engine_options
+@engine_options()
 @click.option("--batch", default=8, show_default=True, help="requests per attention-DP rank")
 @click.option("--isl", default=4096, show_default=True, help="prompt tokens, cached prefix included")
 @click.option("--osl", default=512, show_default=True, help="output tokens")
@@ -78,10 +51,8 @@ def predict(
             isl if ctx_tokens is None else ctx_tokens, batch if gen_requests is None else gen_requests, isl, osl, prefix
         ),
     }
-    given = {name: value for name, value in engine.items() if value is not None}
-    given |= {name: Path(given[name]).read_text() for name in FILES if name in given}
     asked = connected(server, data)
-    resolved = asked.resolve(EngineConfig(**given))
+    resolved = asked.resolve(EngineConfig(**engine_fields(engine)))
     names = KINDS if kind == "all" else (kind,)
     told = {name: asked.predict(resolved, steps[name], operators=operators) for name in names}
     if json_:
