@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from perfcast_client.client import Questions
 from perfcast_client.deployments import SearchResult
 from perfcast_client.errors import PerfcastError, refused
 from perfcast_client.record import Record, read
@@ -103,9 +104,9 @@ def merged(base: Mapping[str, Any], over: Any) -> Any:
     return out
 
 
-def answer(experiment: Experiment, server: str | None, data: str | None, deadline_s: float) -> SearchResult:
-    """What a server or this process finds; can be sent to another process."""
-    asked, load = connected(server, data), experiment.load
+def answer(experiment: Experiment, asked: Questions, deadline_s: float) -> SearchResult:
+    """What ``asked`` finds. One that answers in its own process can be sent to another."""
+    load = experiment.load
     if load is None:
         return asked.search_result(experiment.task, deadline_s)
     return asked.recommend(
@@ -155,7 +156,7 @@ def exp(
         if name not in asked:
             raise refused("only", name, f"is no experiment of the file; there are {', '.join(asked)}")
     asked = {name: experiment for name, experiment in asked.items() if not only or name in only}
-    ask = partial(answer, server=server, data=data, deadline_s=deadline)
+    ask = partial(answer, asked=connected(server, data), deadline_s=deadline)
     processes = jobs > 1 and server is None
     found: dict[str, SearchResult | PerfcastError] = {}
     with ProcessPoolExecutor(jobs) if processes else ThreadPoolExecutor(max(1, jobs)) as executor:

@@ -62,7 +62,7 @@ def _of_group(experiment: Experiment, group: WorkerGroup, prefix: str) -> Row:
         "memory_gib": group.memory_gib_per_gpu,
         "encoder_memory_gib": group.encoder_memory_gib_per_gpu,
         "requests_per_s_per_worker": group.requests_per_s_per_worker,
-        **{f"{name}_quant_mode": mode for name, mode in engine.modes.items()},
+        **{f"{name.replace('_', '')}_quant_mode": mode for name, mode in engine.modes.items()},
         "system": engine.stamp.system,
         "version": engine.stamp.version,
     }

@@ -162,5 +162,9 @@ def _finish(result: SearchResult, given: dict[str, Any], load: str = "") -> None
 
         for path in write(given["out"], {SEARCH: result}):
             click.echo(f"wrote {path}", err=True)
+        if result.eligible:
+            index = [e.name for e in result.experiments for _ in e.picks].index(result.best)
+            words = f"--row {given['out'] / 'best.csv'} --index {index} --target dynamo --out deploy"
+            click.echo(f"deploy the best: perfcast generate {words}", err=True)
     if not result.eligible:
         raise click.exceptions.Exit(1)

@@ -79,9 +79,12 @@ def _best(result: SearchResult) -> None:
         if shown is None:
             rows.append((e.name, *[None] * len(COLUMNS), STATUS.get(e.status, e.status)))
             continue
-        note = "" if e.eligible else f"  ({missed(e)})"
-        rows.append((e.name, *(show(shown) for _, show in COLUMNS), label(e, shown) + note))
+        name = e.name if e.eligible else f"{e.name} *"
+        rows.append((name, *(show(shown) for _, show in COLUMNS), label(e, shown)))
     table("best of each", ("experiment", *NAMES, "deployment"), rows, NAMES, wide=True)
+    for e in result.experiments:
+        if not e.eligible and (e.closest or e.best):
+            click.echo(f"* {e.name}: nothing meets the targets; this is closest: {missed(e)}")
 
 
 def missed(experiment: Experiment) -> str:

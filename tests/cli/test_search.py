@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from perfcast_cli import experiments
+from perfcast_cli.local import Local
 from perfcast_cli.main import main
 from perfcast_cli.plot import Series, nice_top, scatter
-from perfcast_client import EngineConfig, SearchTask, Targets, Workload
+from perfcast_client import Client, EngineConfig, SearchTask, Targets, Workload
 from perfcast_client.deployments import SearchResult
 from perfcast_client.errors import InvalidRequest, PerfcastError
 
@@ -44,8 +45,9 @@ def test_search_prints_the_best_of_both_modes_on_every_backend() -> None:
         r"disagg_trtllm +572\.657 .* 5 x tp4 b1 \+ 3 x tp4 b64",
         r"agg_sglang +411\.409 ",
         r"disagg_sglang +564\.300 ",
-        r"agg_vllm .*\(tpot 17\.29 ms misses 10 ms by 72\.9 %\)",
-        r"disagg_vllm .*\(tpot 19\.00 ms misses 10 ms by 90\.0 %\)",
+        r"agg_vllm \* +14\.230 ",
+        r"\* agg_vllm: nothing meets the targets; this is closest: tpot 17\.29 ms misses 10 ms by 72\.9 %",
+        r"\* disagg_vllm: nothing meets the targets; this is closest: tpot 19\.00 ms misses 10 ms by 90\.0 %",
         r"best: disagg_trtllm, 5 x tp4 b1 \+ 3 x tp4 b64: 572\.657 tokens/s/gpu, 1\.34 x the best aggregated one",
         r"tokens/s/gpu of the cluster",
         r"[⠁-⣿]",
@@ -73,7 +75,7 @@ def test_files_hold_every_column_and_the_numbers_in_full(tmp_path: Path) -> None
     disagg = next(row for row in best if row["mode"] == "disaggregated")
     for name in ("model", "backend", "version", "system", "isl", "gpus_total", "prefill_parallel", "decode_batch"):
         assert disagg[name], name
-    assert disagg["prefill_kv_cache_quant_mode"] == "fp8" and disagg["batch"] == ""
+    assert disagg["prefill_kvcache_quant_mode"] == "fp8" and disagg["batch"] == ""
     fronts = list(csv.DictReader((tmp_path / "pareto.csv").open()))
     assert len(fronts) == sum(len(e["front"]) for e in told["experiments"])
     assert len(list(csv.DictReader((tmp_path / "rows.csv").open()))) == 14
@@ -85,7 +87,8 @@ def test_the_best_row_becomes_a_deployment(tmp_path: Path) -> None:
     run("search", *HEADLINE, "--backend", "trtllm", "--no-plot", "--out", str(tmp_path))
     for index in (0, 3):
         asked = ["--row", str(tmp_path / "best.csv"), "--index", str(index), "--target", "engine", "--output", "-"]
-        assert "--tp_size" in run("generate", *asked) or "tensor" in run("generate", *asked)
+        files = run("generate", *asked)
+        assert "tensor_parallel_size: 4" in files and "dtype: fp8" in files
 
 
 def test_recommend_finds_the_fewest_gpus() -> None:
@@ -171,12 +174,13 @@ def test_experiments_run_side_by_side_and_fail_alone(file: Path, tmp_path: Path)
 
 def test_experiments_run_on_any_executor_and_by_a_server(file: Path, served: Running) -> None:
     asked = experiments.experiments(file.read_text())
-    here = partial(experiments.answer, server=None, data=None, deadline_s=60)
-    there = partial(experiments.answer, server=served.address, data=None, deadline_s=60)
     found = []
-    for ask in (here, there):
-        with ThreadPoolExecutor(2) as executor:
-            found.append(dict(experiments.run(asked, ask, executor)))
+    with Client(served.address) as client:
+        for place in (Local(), client):
+            with ThreadPoolExecutor(2) as executor:
+                found.append(
+                    dict(experiments.run(asked, partial(experiments.answer, asked=place, deadline_s=60), executor))
+                )
     assert isinstance(found[0].pop("nowhere"), PerfcastError)
     assert all(isinstance(result, SearchResult) for result in found[0].values())
     assert [found[0][n].to_dict() == found[1][n].to_dict() for n in found[0]] == [True] * 3
