@@ -178,6 +178,13 @@ DECODE_SATURATES = Switch(
     True,
     False,
 )
+MEASURED_DIPS = Switch(
+    "measured_dips_pass",
+    31,
+    "where a measurement dips, more requests decode faster than fewer",
+    True,
+    False,
+)
 FIRST_TOKEN_FREE = Switch(
     "first_token_uncounted",
     11,

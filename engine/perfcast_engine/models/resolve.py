@@ -65,7 +65,7 @@ class Engine:
 def resolve(
     config: EngineConfig, catalog: Catalog, registry: Registry, plans: dict[Hashable, ModelPlan] | None = None
 ) -> Engine:
-    """The engine that ``config`` describes. ``plans``: of those that differ in mapping, role or data only.
+    """The engine that ``config`` describes. ``plans``: of those with the same model and options.
 
     Raises UnknownName, InvalidField and UnsupportedCombination for what cannot be, PerfDataMissing where there are no
     tables, or none that let experts span nodes.
@@ -86,7 +86,7 @@ def resolve(
         nextn=drafted(config, spec),
         comm=comm,
     )
-    key = id(db), parallel, modes, comm
+    key = id(db), parallel, modes, comm, config.encoder_dp, config.language_only
     plan = plans.get(key) if plans is not None else None
     if plan is None:
         plan = with_lanes(build(deployment), db)

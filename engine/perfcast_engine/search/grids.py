@@ -8,10 +8,11 @@ import numpy as np
 
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import InvalidField
+from perfcast_engine.serving.rising import BATCHES
 from perfcast_engine.serving.workload import Targets
 
 MAX_BATCH = 512
-AGGREGATED_BATCHES = (*range(1, 16), *range(16, 32, 4), *range(32, 64, 8), *range(64, 256, 16), *range(256, 513, 32))
+AGGREGATED_BATCHES = BATCHES
 DECODE_BATCHES = (*range(1, 16), *range(16, 32, 2), *range(32, 128, 4), *range(128, 513, 8))
 CHUNK, MIN_BUDGET, LARGE_CHUNK = 512, 8192, 1024
 SWEPT_TPOTS = (*range(1, 20), *range(20, 300, 5))  # ms

@@ -208,7 +208,7 @@ def every_pair(
     check: Check = lambda: None,
 ) -> Rows:
     """Every decode row with every prefill row that no other beats in TTFT and rate at the same size."""
-    prefill = prefill.take(_useful(prefill))
+    prefill = useful(prefill, "ttft_ms")
     found = match(prefill, decode, counts, replica, matching, check)
     at_d, at_p = np.nonzero(~np.isnan(found.score))
     check()
@@ -249,20 +249,24 @@ def _pairs(
 ) -> Rows:
     p, d = prefill.rows.take(at_p), decode.rows.take(at_d)
     rows = paired(p, d, found.prefill_workers[at_d, at_p], found.decode_workers[at_d, at_p], load, matching)
-    return rows.with_(prefill_engine=p["engine"], decode_engine=d["engine"])
+    extra = {name: d[name] for name in d.columns if name.startswith("afd_")}
+    if "cell_engines" in p:
+        extra = {name: p[name] for name in p.columns if name.startswith("encode_")}
+        extra["prefill_workers"] = p["cell_engines"]
+    return rows.with_(prefill_engine=p["engine"], decode_engine=d["engine"], **extra)
 
 
 def _below(latency: F64, limit: float, profile: Profile) -> Mask:
     return latency < limit if profile[STRICT_TARGETS] else latency <= limit
 
 
-def _useful(role: Role) -> Index:
-    """Rows that no other row of equal GPUs and tensor-parallel width beats in both TTFT and rate."""
-    ttft, rate = role.rows["ttft_ms"], role.rows["requests_per_s"]
+def useful(role: Role, latency: str) -> Role:
+    """Without the rows that another row of equal GPUs and tensor-parallel width beats in both ``latency`` and rate."""
+    rate = role.rows["requests_per_s"]
     kind = np.stack([role.rows["gpus"], role.tp, role.exempt], axis=1)
     group = np.unique(kind, axis=0, return_inverse=True)[1].ravel()
     rank = np.unique(rate, return_inverse=True)[1]
-    order = np.lexsort((-rank, ttft, group))
+    order = np.lexsort((-rank, role.rows[latency], group))
     level = group[order] * len(order) + rank[order]  # rises with every row that is faster than all before in its group
     best = np.maximum.accumulate(level)
-    return np.sort(order[np.concatenate([[True], best[1:] > best[:-1]])])
+    return role.take(np.sort(order[np.concatenate([[True], best[1:] > best[:-1]])]))

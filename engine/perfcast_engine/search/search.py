@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
-from perfcast_engine.answer import F64
 from perfcast_engine.backends import backend_named
 from perfcast_engine.config import EngineConfig, ParallelConfig
-from perfcast_engine.errors import EngineError, InvalidField
+from perfcast_engine.errors import EngineError, InvalidField, UnsupportedCombination
 from perfcast_engine.models.rules import is_moe
-from perfcast_engine.profiles import ROUNDED_ROWS, Profile, profile_named
-from perfcast_engine.search import grids, match
+from perfcast_engine.profiles import CORRECTED, ROUNDED_ROWS, Profile, profile_named
+from perfcast_engine.search import afd, grids, match
+from perfcast_engine.search.encode import WIDTHS, EncodePool, best_cells, cells, encode_pool
 from perfcast_engine.search.pick import (
     Pick,
     Violation,
@@ -27,6 +29,7 @@ from perfcast_engine.search.pick import (
 from perfcast_engine.search.space import Space, default_space, mappings
 from perfcast_engine.search.sweep import Sweep, sweep_aggregated, sweep_role
 from perfcast_engine.search.task import (
+    AFD,
     AGGREGATED,
     DECODE,
     DISAGGREGATED,
@@ -47,6 +50,8 @@ from perfcast_engine.serving.rows import Rows, concatenated
 from perfcast_engine.serving.static import Phases
 from perfcast_engine.serving.worker import Worker
 
+AFD_PREFILL_BATCH = 32
+
 Report = Callable[[Progress], None]
 Asked = Callable[[], bool]
 
@@ -65,12 +70,12 @@ def search(
     for backend in task.backends or (task.engine.backend,):
         one = task.over(backend)
         for mode in task.modes:
-            if mode == DISAGGREGATED and task.total_gpus == 1:
+            if mode != AGGREGATED and task.total_gpus == 1:
                 if len(task.modes) == 1:
                     raise InvalidField("total_gpus", "disaggregation needs at least 2 GPUs", why="range")
                 continue
             run = _Run(one, mode, shop, profile, progress, cancelled)
-            experiments.append(run.aggregated() if mode == AGGREGATED else run.disaggregated())
+            experiments.append({AGGREGATED: run.aggregated, DISAGGREGATED: run.disaggregated, AFD: run.afd}[mode]())
     return SearchResult(profile.name, tuple(experiments))
 
 
@@ -103,6 +108,8 @@ class _Run:
     ) -> Rows:
         """Every mapping of a role through ``one``; its rows with the index of their engine."""
         config = replace(config, role="both" if role == AGGREGATED else role, resolution="search")
+        if self.task.encode_pool:
+            config = replace(config, language_only=True)
         model, system = self.shop.model(config), self.shop.system(config)
         megamoe = config.moe_backend == "megamoe"
         default = default_space(
@@ -145,35 +152,76 @@ class _Run:
         rows = self.sweep(AGGREGATED, task.engine, task.space, one, True)
         if not len(rows):
             return self._nothing(concatenated([s.priced for s in self.sweeps if s.priced is not None]))
-        rows = rows.distinct().sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
+        rows = rows.distinct()
+        if self.encoders:
+            found = self._cells(rows, waiting=1.0, degradation=1.0)
+            rows = best_cells(found, task.targets.ttft_ms or math.inf)
+        rows = rows.sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
         return self._ranked(rows, self._groups(rows["engine"]))
 
-    def disaggregated(self) -> Experiment:
-        task = self.task
-        roles: tuple[tuple[Role, EngineConfig, Space, Phases, int], ...] = (
-            (PREFILL, task.engine, task.prefill_space, Phases.PREFILL, task.prefill_max_batch),
-            (DECODE, task.decode_engine or task.engine, task.decode_space, Phases.DECODE, task.decode_max_batch),
-        )
-        candidates: list[match.Role] = []
-        for name, config, space, phases, most in roles:
-            steps = grids.DECODE_BATCHES if name == DECODE else tuple(range(1, most + 1))
-            batches = grids.up_to(steps, most)
-
-            def one(worker: Worker, batches: F64 = batches, phases: Phases = phases) -> Sweep:
-                swept = sweep_role(worker, task.load, batches, phases, self.limits)
-                if phases is Phases.DECODE or swept.rows is None:
-                    return swept
-                factor = task.matching.ttft_factor
-                return replace(swept, rows=with_transfer(swept.rows, worker, task.load, task.kv_transfer, factor))
-
-            self.sweeps = []
-            rows = self.sweep(name, config, space, one, False)
-            if not len(rows):
-                return self._nothing(rows)
-            candidates.append(self._role(rows))
-        return self._matched(*candidates)
-
     # --- disaggregated ---
+
+    def disaggregated(self) -> Experiment:
+        prefill = self._prefill(self.task.prefill_max_batch)
+        decode = self._decode() if len(prefill) else prefill
+        if not len(decode):
+            return self._nothing(decode)
+        if self.encoders:
+            factors = self.task.matching
+            prefill = self._cells(prefill, factors.ttft_factor, factors.prefill_degradation)
+        return self._matched(self._role(prefill), self._role(decode))
+
+    def afd(self) -> Experiment:
+        """Attention-FFN disaggregation decodes for a pool of prefill workers."""
+        task, index = self.task, dict[int, int]()
+        parts: list[Rows] = []
+        prefill = self._prefill(max(task.prefill_max_batch, AFD_PREFILL_BATCH))
+        if not len(prefill):
+            return self._nothing(prefill)
+        for found in afd.candidates(task, task.decode_engine or task.engine, self.shop):
+            self.check()
+            if isinstance(found, EngineError):
+                self.refused.append(("afd", found))
+                continue
+            worker, rows = found
+            if id(worker) not in index:
+                index[id(worker)] = len(self.engines)
+                self.engines.append(worker)
+            parts.append(rows.with_(engine=np.full(len(rows), index[id(worker)])))
+        decode = concatenated(parts)
+        if not len(decode):
+            return self._nothing(decode)
+        names = [decode[f"afd_{name}"] for name in afd.COLUMNS]
+        shape = np.unique(np.stack(names, axis=1), axis=0, return_inverse=True)[1].ravel()
+        counts = task.replica.counts(CORRECTED, task.total_gpus, False)
+        shared = (task.load, afd.AFD_MATCHING)
+        side = match.useful(replace(self._role(decode), group=shape), "tpot_ms")
+        rows = match.every_pair(self._role(prefill), side, counts, task.replica, *shared, self.check)
+        if not len(rows):
+            return self._nothing(rows, Status.UNMET)
+        rows = rows.sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
+        return self._ranked(rows, self._groups(rows["decode_engine"]))
+
+    def _prefill(self, most: int) -> Rows:
+        task = self.task
+
+        def one(worker: Worker) -> Sweep:
+            swept = sweep_role(worker, task.load, np.arange(1.0, most + 1), Phases.PREFILL, self.limits)
+            if swept.rows is None:
+                return swept
+            factor = task.matching.ttft_factor
+            return replace(swept, rows=with_transfer(swept.rows, worker, task.load, task.kv_transfer, factor))
+
+        return self.sweep(PREFILL, task.engine, task.prefill_space, one, False)
+
+    def _decode(self) -> Rows:
+        task, self.sweeps = self.task, []
+        batches = grids.up_to(grids.DECODE_BATCHES, task.decode_max_batch)
+
+        def one(worker: Worker) -> Sweep:
+            return sweep_role(worker, task.load, batches, Phases.DECODE, self.limits)
+
+        return self.sweep(DECODE, task.decode_engine or task.engine, task.decode_space, one, False)
 
     def _role(self, rows: Rows) -> match.Role:
         engine = rows["engine"]
@@ -185,12 +233,14 @@ class _Run:
         task = self.task
         large_ep = bool(prefill.exempt.any() or decode.exempt.any())
         replica = replace(task.replica, same_tp=task.replica.same_tp or self.backend.same_tp)
+        if self.encoders:
+            replica = replace(replica, max_prefill_workers=1)  # a cell has its number of them
         counts = replica.counts(self.profile, task.total_gpus, large_ep)
         shared = (task.load, task.matching)
         if task.autoscale:
             ttft, tpot = self.pairs[0][0], max(tpot for _, tpot in self.pairs)
             rows = match.scaled_apart(prefill, decode, ttft, tpot, *shared, self.profile)
-        elif self.profile[ROUNDED_ROWS]:
+        elif self.profile[ROUNDED_ROWS] and not task.encode_pool:
             rows = match.swept(prefill, decode, counts, replica, *shared, self.pairs, self.check)
         else:
             rows = match.every_pair(prefill, decode, counts, replica, *shared, self.check)
@@ -201,6 +251,26 @@ class _Run:
         rows = rows.sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
         self.check()
         return self._ranked(rows, self._groups(rows["decode_engine"]))
+
+    # --- encoders ---
+
+    @cached_property
+    def encoders(self) -> EncodePool | None:
+        """Encode workers, where images are encoded by workers of their own."""
+        if not self.task.encode_pool:
+            return None
+        moe = is_moe(self.shop.model(self.task.engine))
+        widths = [ParallelConfig(tp=tp, moe_tp=1, moe_ep=tp if moe else 1) for tp in WIDTHS]
+        built = self.shop.workers(replace(self.task.engine, encoder_dp=False, language_only=False), widths)
+        pool = encode_pool([worker for worker in built if isinstance(worker, Worker)], self.task.load)
+        if pool is None:
+            raise UnsupportedCombination("encode_pool", "no encode worker of this model fits the GPU")
+        return pool
+
+    def _cells(self, rows: Rows, waiting: float, degradation: float) -> Rows:
+        assert self.encoders is not None
+        budget = self.task.total_gpus or match.MAX_REPLICA_GPUS
+        return cells(rows, self.encoders, self.task.matching, waiting, degradation, budget)
 
     # --- results ---
 

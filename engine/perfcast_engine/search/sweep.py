@@ -60,7 +60,7 @@ def sweep_aggregated(
         miss = served.first_miss()
     except EngineError as error:
         return Sweep(None, None, *fits, error=error)
-    priced = served.rows.take(~np.isnan(served.rows["request_latency_ms"]))
+    priced = served.rows.take(~served.missing())
     rows = _best_under(priced, pairs) if worker.profile[ROUNDED_ROWS] else priced
     return Sweep(rows, priced, *fits, miss)
 
@@ -105,6 +105,6 @@ def sweep_role(worker: Worker, load: Workload, batches: F64, phases: Phases, lim
         miss = served.first_miss()
     except EngineError as error:
         return Sweep(None, None, *fits, error=error)
-    rows = served.rows.take(~np.isnan(served.rows["request_latency_ms"]))
+    rows = served.rows.take(~served.missing())
     rows = side_rows(rows, worker, load, phases, limits.accepted)
     return Sweep(rows, rows, *fits, miss)

@@ -28,8 +28,9 @@ Role = Literal["agg", "prefill", "decode"]
 AGGREGATED: Literal["agg"] = "agg"
 PREFILL: Literal["prefill"] = "prefill"
 DECODE: Literal["decode"] = "decode"
-DISAGGREGATED = "disagg"
-MODES = (AGGREGATED, DISAGGREGATED)
+DISAGGREGATED, AFD = "disagg", "afd"
+USUAL_MODES: tuple[str, ...] = (AGGREGATED, DISAGGREGATED)
+MODES = (*USUAL_MODES, AFD)
 
 
 class Cancelled(Exception):
@@ -60,14 +61,15 @@ class SearchTask:
     """One search: an engine without its parallel mapping, a workload, targets, a budget.
 
     ``backends``: tried side by side (empty: the engine's own). ``decode_engine``: what decode workers run on, where
-    that is not ``engine``. ``swept``: look beyond the TPOT target, so that the front is whole.
+    that is not ``engine``. ``encode_pool``: images are encoded by workers of their own. ``swept``: look beyond the
+    TPOT target, so that the front is whole.
     """
 
     engine: EngineConfig
     load: Workload
     targets: Targets = field(default_factory=Targets)
     total_gpus: int | None = None
-    modes: tuple[str, ...] = MODES
+    modes: tuple[str, ...] = USUAL_MODES
     backends: tuple[str, ...] = ()
     decode_engine: EngineConfig | None = None
     space: Space = field(default_factory=Space)
@@ -83,6 +85,7 @@ class SearchTask:
     matching: Matching = field(default_factory=Matching)
     kv_transfer: KvTransfer = field(default_factory=KvTransfer)
     autoscale: bool = False
+    encode_pool: bool = False
     swept: bool = True
     strict_sla: bool = False
     top: int = 5
@@ -97,6 +100,8 @@ class SearchTask:
             raise InvalidField("total_gpus", "must be at least 1", why="range")
         if not self.modes or set(self.modes) - set(MODES):
             raise InvalidField("modes", f"must be some of {', '.join(MODES)}, not {self.modes!r:.60}", why="choice")
+        if self.encode_pool and (self.autoscale or not self.load.images):
+            raise InvalidField("encode_pool", "needs images, and pools that are not scaled apart", why="epd")
         if self.decode_engine is not None and self.decode_engine.model != self.engine.model:
             raise InvalidField("decode_engine.model", "prefill and decode must run the same model", why="model")
         nextn = self.engine.nextn

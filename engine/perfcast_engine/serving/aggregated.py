@@ -16,12 +16,15 @@ from perfcast_engine.profiles import (
     DECODE_SATURATES,
     FIRST_TOKEN_FREE,
     LONE_REQUEST_QUEUES,
+    MEASURED_DIPS,
     SCHEDULE_COUNTS_PREFIX,
     Profile,
 )
+from perfcast_engine.serving.rising import batches_to, rising
 from perfcast_engine.serving.rows import Rows
 from perfcast_engine.serving.worker import Served, Worker
 from perfcast_engine.serving.workload import Workload
+from perfcast_engine.step_result import StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +127,14 @@ def aggregated(
     prompt = prompt_to_compute(worker, load)
     plan = schedule(worker.memory.backend, profile, batch, ctx, prompt, load.osl, accepted)
     prompt_tokens = ctx if prompt == isl else np.round(ctx * isl / prompt)  # with what is cached of them
-    mixed = worker.step.mixed(prompt_tokens, plan.mixed_decodes, isl, load.osl, load.prefix, operators=operators)
-    decode = worker.step.decode_step(plan.decodes, isl, load.osl, operators=operators)
+    steps = _steps(worker, load, prompt_tokens, plan, operators)
+    (mixed, mixed_ms), (decode, decode_ms) = steps["mixed"], steps["decode"]
     encode, rest, zero = worker.encode_ms(load, batch), max(load.osl - 1, 0), np.zeros(len(batch))
     dispatch = worker.memory.backend.dispatch_ms_per_layer * worker.layers
-    ttft = encode + (mixed.ms * plan.chunks + dispatch) * plan.queue
+    ttft = encode + (mixed_ms * plan.chunks + dispatch) * plan.queue
     counted = plan.charged + plan.decode_only
-    tpot = _ratio(mixed.ms * plan.charged + decode.ms * plan.decode_only, counted) / (1 + accepted)
-    span = encode + plan.mixed * mixed.ms + plan.decode_only * decode.ms
+    tpot = _ratio(mixed_ms * plan.charged + decode_ms * plan.decode_only, counted) / (1 + accepted)
+    span = encode + plan.mixed * mixed_ms + plan.decode_only * decode_ms
     latency = ttft + tpot * rest
     tokens = rest if profile[FIRST_TOKEN_FREE] else load.osl
     rate = _ratio(1000.0, span) * batch * tokens
@@ -139,7 +142,7 @@ def aggregated(
         rate = np.where(latency > 0, np.minimum(rate, _ratio(batch * tokens * 1000, latency)), rate)
     rate = rate * p.pp * p.attn_dp
     per_s = rate / tokens if tokens else zero
-    energy = plan.mixed * mixed.energy + plan.decode_only * decode.energy
+    energy = plan.mixed * mixed.energy + plan.decode_only * decode.energy if len(mixed) == len(batch) else zero
     lone = batch == 1
     rows = Rows(
         {
@@ -163,13 +166,35 @@ def aggregated(
             "decodes_per_step": np.where(lone, 1, batch - plan.prompts),
             "tokens_per_step": np.where(lone, ctx, batch - plan.prompts + ctx),
             "mixed_steps": plan.mixed,
-            "mixed_step_ms": mixed.ms,
+            "mixed_step_ms": mixed_ms,
             "mixed_step_decodes": plan.mixed_decodes,
             "decode_steps": plan.decode_only,
-            "decode_step_ms": decode.ms,
+            "decode_step_ms": decode_ms,
         }
     )
     return Served(rows, memory, {"mixed": mixed, "decode": decode})
+
+
+def _steps(
+    worker: Worker, load: Workload, prompt_tokens: F64, plan: Schedule, operators: bool
+) -> dict[str, tuple[StepResult, F64]]:
+    """The mixed and the decode-only iteration of each point: what was priced, and the time (N,) that counts."""
+    step, isl = worker.step, worker.prompt_tokens(load)
+    if worker.profile[MEASURED_DIPS] or operators:
+        mixed = step.mixed(prompt_tokens, plan.mixed_decodes, isl, load.osl, load.prefix, operators=operators)
+        decode = step.decode_step(plan.decodes, isl, load.osl, operators=operators)
+        found = {"mixed": (mixed, mixed.ms), "decode": (decode, decode.ms)}
+        if worker.profile[MEASURED_DIPS]:
+            return found
+    grid = batches_to(max(plan.mixed_decodes.max(), plan.decodes.max()))
+    sizes, row = np.unique(prompt_tokens, return_inverse=True)
+    mixed = step.mixed(np.repeat(sizes, len(grid)), np.tile(grid, len(sizes)), isl, load.osl, load.prefix)
+    decode = step.decode_step(grid, isl, load.osl)
+    rows = mixed.ms.reshape(len(sizes), len(grid))
+    times = rising(grid, rows, plan.mixed_decodes, row), rising(grid, decode.ms[None], plan.decodes)
+    if operators:
+        return {name: (found[name][0], ms) for name, ms in zip(found, times, strict=True)}
+    return {"mixed": (mixed, times[0]), "decode": (decode, times[1])}
 
 
 def _ratio(over: Any, under: F64) -> F64:

@@ -63,7 +63,7 @@ class Encoder:
     def bytes(self, images: Images, batch: F64) -> tuple[float, F64]:
         """(weights, activations (N,)) of one GPU."""
         weights = sum(op.weight_bytes() for op in self.ops)
-        if not images:
+        if not images or not self.ops:
             return weights, np.zeros(len(batch))
         merged, patches = self.image_tokens(images)
         local = self._local_images(images, batch) * patches * self.hidden * PATCH_TENSORS

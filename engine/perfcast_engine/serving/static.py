@@ -9,7 +9,8 @@ import numpy as np
 
 from perfcast_engine.answer import F64
 from perfcast_engine.memory import Footprint
-from perfcast_engine.profiles import CP_RANKS_FREE
+from perfcast_engine.profiles import CP_RANKS_FREE, MEASURED_DIPS
+from perfcast_engine.serving.rising import batches_to, rising
 from perfcast_engine.serving.rows import Rows
 from perfcast_engine.serving.worker import Served, Worker
 from perfcast_engine.serving.workload import Workload
@@ -63,8 +64,15 @@ def static(
         encode = worker.encode_ms(load, batch) * correction
         prefill = steps["prefill"].ms * correction
     if phases is not Phases.PREFILL:
-        steps["decode"] = worker.step.decode(batch, isl, load.osl, beam, stride, operators=operators)
-        decode = steps["decode"].ms * correction
+        dips = worker.profile[MEASURED_DIPS]
+        if dips or operators:
+            steps["decode"] = worker.step.decode(batch, isl, load.osl, beam, stride, operators=operators)
+            decode = steps["decode"].ms * correction
+        if not dips:
+            grid = batches_to(batch.max())
+            priced = worker.step.decode(grid[1:], isl, load.osl, beam, stride)
+            decode = rising(grid, np.concatenate([[0.0], priced.ms])[None], batch) * correction
+            steps.setdefault("decode", priced)
     ttft = encode + prefill
     tpot = decode / rest if rest else zero
     latency = ttft + tpot * rest
@@ -73,7 +81,7 @@ def static(
     per_s = np.divide(batch * p.attn_dp, latency, out=zero.copy(), where=latency != 0) * 1000 * p.pp
     tokens = {Phases.BOTH: load.osl, Phases.DECODE: rest, Phases.PREFILL: 1}[phases]
     ranks = p.tp * p.pp * p.attn_dp if worker.profile[CP_RANKS_FREE] else p.gpus
-    energy = np.sum([step.energy for step in steps.values()], axis=0)
+    energy = np.sum([step.energy for step in steps.values() if len(step) == len(batch)] or [zero], axis=0)
     rows = Rows(
         {
             "batch": batch,

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from perfcast_engine.answer import F64
+from perfcast_engine.answer import F64, Mask
 from perfcast_engine.backends import backend_named
 from perfcast_engine.config import ParallelConfig
 from perfcast_engine.errors import PerfDataMissing
 from perfcast_engine.memory import Footprint, MemoryModel
 from perfcast_engine.models.resolve import Engine
+from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.profiles import Profile
 from perfcast_engine.serving.encoder import Encoder
 from perfcast_engine.serving.rows import Rows
@@ -36,6 +37,11 @@ class Worker:
     encoder: Encoder | None = None
     large_ep: bool = False
     engine: Engine | None = field(default=None, compare=False)
+
+    @property
+    def spec(self) -> ModelSpec:
+        assert self.engine is not None
+        return self.engine.spec
 
     @property
     def gpus(self) -> int:
@@ -115,14 +121,20 @@ class Served:
     steps: dict[str, StepResult]
 
     def raise_first(self) -> Served:
+        """Raises what a point without latencies misses."""
+        self.first_miss()
         for step in self.steps.values():
-            step.raise_first()
+            if self.missing().any():
+                step.raise_first()
         return self
 
+    def missing(self) -> Mask:
+        return np.isnan(self.rows["request_latency_ms"])
+
     def first_miss(self) -> PerfDataMissing | None:
-        """The first data miss; any other error is raised, as it condemns the engine and not a point."""
+        """The first data miss of a point without latencies; any other error is raised: it condemns the engine."""
         found = None
-        for step in self.steps.values():
+        for step in self.steps.values() if self.missing().any() else ():
             for _, error in step.misses:
                 if not isinstance(error, PerfDataMissing):
                     raise error
