@@ -29,8 +29,8 @@ AGGREGATED: Literal["agg"] = "agg"
 PREFILL: Literal["prefill"] = "prefill"
 DECODE: Literal["decode"] = "decode"
 DISAGGREGATED, AFD = "disagg", "afd"
-USUAL_MODES: tuple[str, ...] = (AGGREGATED, DISAGGREGATED)
-MODES = (*USUAL_MODES, AFD)
+MODES: tuple[str, ...] = (AGGREGATED, DISAGGREGATED)  # unless told otherwise
+ALL_MODES = (*MODES, AFD)
 
 
 class Cancelled(Exception):
@@ -69,7 +69,7 @@ class SearchTask:
     load: Workload
     targets: Targets = field(default_factory=Targets)
     total_gpus: int | None = None
-    modes: tuple[str, ...] = USUAL_MODES
+    modes: tuple[str, ...] = MODES
     backends: tuple[str, ...] = ()
     decode_engine: EngineConfig | None = None
     space: Space = field(default_factory=Space)
@@ -98,8 +98,8 @@ class SearchTask:
                 raise InvalidField(name, f"must lie in 1..65536, not {getattr(self, name)!r}", why="range")
         if self.total_gpus is not None and self.total_gpus < 1:
             raise InvalidField("total_gpus", "must be at least 1", why="range")
-        if not self.modes or set(self.modes) - set(MODES):
-            raise InvalidField("modes", f"must be some of {', '.join(MODES)}, not {self.modes!r:.60}", why="choice")
+        if not self.modes or set(self.modes) - set(ALL_MODES):
+            raise InvalidField("modes", f"must be some of {', '.join(ALL_MODES)}, not {self.modes!r:.60}", why="choice")
         if self.encode_pool and (self.autoscale or not self.load.images):
             raise InvalidField("encode_pool", "needs images, and pools that are not scaled apart", why="epd")
         if self.decode_engine is not None and self.decode_engine.model != self.engine.model:
