@@ -17,6 +17,7 @@ COMMANDS = {
     "search": ("perfcast_cli.search", "Find the best deployments under latency targets."),
     "recommend": ("perfcast_cli.search", "Find the fewest GPUs that carry a load."),
     "exp": ("perfcast_cli.experiments", "Run the searches of an experiments file."),
+    "support": ("perfcast_cli.support", "Say what measured data cover: an engine, or all models."),
     "models": ("perfcast_cli.listing", "List the models known by name."),
     "systems": ("perfcast_cli.listing", "List GPU systems and the backends measured on them."),
     "health": ("perfcast_cli.health", "Ask a server whether it is serving."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from perfcast_client import calls, results
 from perfcast_client.calls import Call
 from perfcast_client.channel import OPTIONS, Metadata, Tls
 from perfcast_client.config import EngineConfig
+from perfcast_client.coverage import Coverage, ModelSupport
 from perfcast_client.deploy import Cluster, DeployFiles, DeployTargets, EngineSettings, Validation
 from perfcast_client.deployments import Estimate, MemoryEstimate, SearchProgress, SearchResult
 from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
@@ -95,6 +96,25 @@ class AsyncClient:
     async def check_support(self, config: EngineConfig, deadline_s: float | None = None) -> results.Support:
         """Whether each phase can be answered for; an unsupported engine is an answer, not an exception."""
         return await self._run(calls.check_support(config), deadline_s)
+
+    async def support(
+        self,
+        system: str,
+        backend: str = "",
+        version: str = "",
+        models: Sequence[str] = (),
+        deadline_s: float | None = None,
+    ) -> tuple[ModelSupport, ...]:
+        """Which models (all, if none is named) are answered on a system, each under the smallest mapping that holds
+        it."""
+        return await self._run(calls.support(system, backend, version, models), deadline_s)
+
+    async def coverage(
+        self, engine: EngineLike, *, choose_parallel: bool = False, deadline_s: float | None = None
+    ) -> Coverage:
+        """What answers for each operator of an engine. ``choose_parallel``: under the smallest mapping that holds the
+        model, whatever sizes the configuration has."""
+        return await self._run(calls.coverage(engine, choose_parallel), deadline_s)
 
     async def resolve(self, engine: EngineLike, deadline_s: float | None = None) -> results.Engine:
         """The engine with everything filled in and its handle; pass it to the other calls."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,7 @@ from perfcast_client import deploy, deployments, errors, results, serving
 from perfcast_client._version import __version__
 from perfcast_client.channel import DEFAULT_DEADLINE_S, SEARCH_DEADLINE_S, SURFACE_DEADLINE_S
 from perfcast_client.config import EngineConfig
+from perfcast_client.coverage import Coverage, ModelSupport
 from perfcast_client.record import EngineLike, put_engine
 from perfcast_client.search import SearchTask
 from perfcast_client.steps import Step, put_columns, put_step, whole
@@ -65,6 +66,22 @@ def versions(system: str, backend: str) -> Call[tuple[results.Version, ...]]:
 def check_support(config: EngineConfig) -> Call[results.Support]:
     request = catalog_pb2.CheckSupportRequest(config=config.to_message())
     return Call(CATALOG + "CheckSupport", request, catalog_pb2.CheckSupportResponse, results.Support.of)
+
+
+def support(system: str, backend: str, version: str, models: Sequence[str]) -> Call[tuple[ModelSupport, ...]]:
+    request = catalog_pb2.ListSupportRequest(system=system, backend=backend, version=version, model_ids=models)
+    response = catalog_pb2.ListSupportResponse
+    return Call(
+        CATALOG + "ListSupport", request, response, lambda m: tuple(map(ModelSupport.of, m.models)), SEARCH_DEADLINE_S
+    )
+
+
+def coverage(engine: EngineLike, choose_parallel: bool) -> Call[Coverage]:
+    if choose_parallel and not isinstance(engine, EngineConfig):
+        raise errors.refused("engine", engine, "is not a configuration, for which alone a mapping is chosen")
+    request, inline = both(catalog_pb2.CoverageRequest(choose_parallel=choose_parallel), engine)
+    response = catalog_pb2.CoverageResponse
+    return Call(CATALOG + "Coverage", request, response, Coverage.of, SURFACE_DEADLINE_S, inline)
 
 
 def resolve(engine: EngineLike) -> Call[results.Engine]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from perfcast_client import calls, results
 from perfcast_client.calls import Call
 from perfcast_client.channel import OPTIONS, Metadata, Tls
 from perfcast_client.config import EngineConfig
+from perfcast_client.coverage import Coverage, ModelSupport
 from perfcast_client.deploy import Cluster, DeployFiles, DeployTargets, EngineSettings, Validation
 from perfcast_client.deployments import Estimate, MemoryEstimate, SearchProgress, SearchResult
 from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
@@ -58,6 +59,25 @@ class Questions:
     def check_support(self, config: EngineConfig, deadline_s: float | None = None) -> results.Support:
         """Whether each phase can be answered for; an unsupported engine is an answer, not an exception."""
         return self._run(calls.check_support(config), deadline_s)
+
+    def support(
+        self,
+        system: str,
+        backend: str = "",
+        version: str = "",
+        models: Sequence[str] = (),
+        deadline_s: float | None = None,
+    ) -> tuple[ModelSupport, ...]:
+        """Which models (all, if none is named) are answered on a system, each under the smallest mapping that holds
+        it."""
+        return self._run(calls.support(system, backend, version, models), deadline_s)
+
+    def coverage(
+        self, engine: EngineLike, *, choose_parallel: bool = False, deadline_s: float | None = None
+    ) -> Coverage:
+        """What answers for each operator of an engine. ``choose_parallel``: under the smallest mapping that holds the
+        model, whatever sizes the configuration has."""
+        return self._run(calls.coverage(engine, choose_parallel), deadline_s)
 
     def resolve(self, engine: EngineLike, deadline_s: float | None = None) -> results.Engine:
         """The engine with everything filled in and its handle; pass it to the other calls."""

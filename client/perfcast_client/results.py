@@ -255,13 +255,13 @@ class Support(Result):
             PhaseSupport(
                 word(catalog_pb2.Phase, phase.phase, "PHASE_"),
                 phase.supported,
-                _error(phase),
+                error_of(phase),
                 Provenance.of(phase.provenance) if phase.HasField("provenance") else None,
             )
             for phase in m.phases
         )
         stamp = EngineStamp.of(m.engine) if m.HasField("engine") else None
-        return cls(m.supported, stamp, _error(m), phases)
+        return cls(m.supported, stamp, error_of(m), phases)
 
 
 def given(message: Any, name: str) -> Any:
@@ -273,8 +273,10 @@ def versions(backends: Any) -> tuple[Version, ...]:
     return tuple(Version(b.backend, v.version, v.slot) for b in backends for v in b.versions)
 
 
-def _error(m: catalog_pb2.PhaseSupport | catalog_pb2.CheckSupportResponse) -> PerfcastError | None:
-    return from_detail(m.error.reason, m.error.message, m.error.metadata) if m.HasField("error") else None
+def error_of(m: Any, name: str = "error") -> PerfcastError | None:
+    """The exception that an ErrorDetail stands for; None where there is none."""
+    told = given(m, name)
+    return None if told is None else from_detail(told.reason, told.message, told.metadata)
 
 
 def word(enum: Any, number: int, prefix: str) -> str:

@@ -122,6 +122,8 @@ def _covered(phase: str, op: Op, db: Watched, at: Points) -> OperatorCoverage:
     counts = np.bincount(silicon.source[~gone], minlength=len(Source)) / len(at)
     mode, tier = (Mode.SILICON, Tier.SILICON) if error is None else _elsewhere(op, db, at)
     told = error.details if error is not None else {}
+    table = told.get("table") or ", ".join(dict.fromkeys(table for table, _ in read))
+    key = told.get("key") or "; ".join(key for _, key in read if key) or (_shape(op) if table else "")
     return OperatorCoverage(
         phase,
         op.name,
@@ -130,8 +132,8 @@ def _covered(phase: str, op: Op, db: Watched, at: Points) -> OperatorCoverage:
         tuple(counts.tolist()),
         float(gone.mean()),
         tier,
-        told.get("table") or ", ".join(dict.fromkeys(table for table, _ in read)),
-        told.get("key") or "; ".join(key for _, key in read if key) or _shape(op),
+        table,
+        key,
         told.get("nearest", ""),
         error,
     )
@@ -244,13 +246,17 @@ def cell(predictor: Predictor, config: EngineConfig) -> Cell:
     name = config.model if isinstance(config.model, str) else config.model.id
     found = Cell(name, config.system, config.backend, config.version)
     try:
+        version = predictor.catalog.resolve_version(
+            config.system, config.backend, config.version, config.allow_unlisted_version
+        )
+        found = replace(found, version=version)
         engines = smallest(predictor, replace(config, database_mode=Mode.SILICON))
     except EngineError as error:
         return replace(found, error=error)
     first: Cell | None = None
     for engine in engines:
         errors, operators = _missed(engine)
-        now = replace(found, version=engine.config.version, parallel=engine.parallel)
+        now = replace(found, parallel=engine.parallel)
         if not errors:
             return replace(now, works_in=Mode.SILICON)
         first = first or replace(now, error=errors[0], operators=operators)
@@ -274,7 +280,7 @@ def smallest(predictor: Predictor, config: EngineConfig) -> list[Engine]:
     built = False
     for gpus in (1 << i for i in range(MOST_GPUS.bit_length())):
         fitting = []
-        for parallel in _mappings(gpus, system.gpus_per_node, is_moe(spec)):
+        for parallel in mappings(gpus, system.gpus_per_node, is_moe(spec)):
             try:
                 engine = predictor.engine(replace(config, parallel=parallel))
                 fits = engine.worker.memory.largest_batch(*LEAST_LOAD, limit=1) > 0
@@ -290,8 +296,9 @@ def smallest(predictor: Predictor, config: EngineConfig) -> list[Engine]:
     raise OutOfMemory(f"{spec.id} does not fit {MOST_GPUS} GPUs of {config.system}", system=config.system)
 
 
-def _mappings(gpus: int, per_node: int, moe: bool) -> Iterator[ParallelConfig]:
-    """Tensor-parallel within a node, stages beyond it; experts whole, then split, then attention replicated."""
+def mappings(gpus: int, per_node: int, moe: bool) -> Iterator[ParallelConfig]:
+    """Mappings of so many GPUs, the usual first: tensor-parallel within a node, stages beyond it; experts whole, then
+    split, then attention replicated."""
     width, stages = min(gpus, per_node), max(gpus // per_node, 1)
     if not moe:
         yield ParallelConfig(tp=width, pp=stages)

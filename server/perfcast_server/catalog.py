@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from google.protobuf.message import Message
 from perfcast.v1 import API_REVISION, catalog_pb2, prediction_pb2
+from perfcast_engine.config import EngineConfig
+from perfcast_engine.coverage import cell
 from perfcast_engine.errors import EngineError
 from perfcast_engine.models.spec import ModelSpec
+from perfcast_engine.predictor import Engine
 from perfcast_engine.system import SystemSpec
 
 from perfcast_server import wire
+from perfcast_server.coverage import PHASES, coverage_message, support_message
 from perfcast_server.engines import PROBES, Engines, Probe, Ready
 from perfcast_server.errors import ServiceError, invalid, refusal
 from perfcast_server.rpc import Unary
 from perfcast_server.settings import Settings
 
 SERVICE = "perfcast.v1.Catalog"
-PHASES = {
-    "prefill": catalog_pb2.PHASE_PREFILL,
-    "decode": catalog_pb2.PHASE_DECODE,
-    "mixed": catalog_pb2.PHASE_MIXED,
-}
 
 
 class Catalog:
@@ -40,6 +41,8 @@ class Catalog:
             Unary("ListModels", catalog_pb2.ListModelsRequest, self.list_models),
             Unary("ListVersions", catalog_pb2.ListVersionsRequest, self.list_versions),
             Unary("CheckSupport", catalog_pb2.CheckSupportRequest, self.check_support),
+            Unary("ListSupport", catalog_pb2.ListSupportRequest, self.list_support),
+            Unary("Coverage", catalog_pb2.CoverageRequest, self.coverage),
         )
 
     async def get_server_info(self, request: catalog_pb2.GetServerInfoRequest) -> Message:
@@ -76,11 +79,7 @@ class Catalog:
         return catalog_pb2.ListModelsResponse(models=found)
 
     async def list_versions(self, request: catalog_pb2.ListVersionsRequest) -> Message:
-        for name in ("system", "backend"):
-            if len(getattr(request, name)) > wire.MAX_NAME:
-                raise invalid(name, f"is longer than {wire.MAX_NAME} characters")
-        if not request.system:
-            raise invalid("system", "is missing")
+        self._named(request, "system", "backend")
         return catalog_pb2.ListVersionsResponse(backends=self._versions(request.system, request.backend))
 
     async def check_support(self, request: catalog_pb2.CheckSupportRequest) -> Message:
@@ -95,6 +94,45 @@ class Catalog:
         return catalog_pb2.CheckSupportResponse(
             supported=all(phase.supported for phase in phases), engine=ready.stamp, phases=phases
         )
+
+    async def list_support(self, request: catalog_pb2.ListSupportRequest) -> Message:
+        self._named(request, "system", "backend", "version")
+        predictor, version = self._engines.predictor, request.version or "current"
+        known = predictor.registry.models
+        if len(request.model_ids) > len(known):
+            raise invalid("model_ids", f"names more than the {len(known)} models that there are")
+        models = [predictor.registry.get(name).id for name in request.model_ids] or sorted(known)
+        backends = [request.backend] if request.backend else predictor.catalog.backends(request.system)
+        cells = []
+        for backend in backends:
+            predictor.catalog.resolve_version(request.system, backend, version)
+            for model in models:
+                config = EngineConfig(model=model, system=request.system, backend=backend, version=version)
+                cells.append(await self._engines.off_loop(partial(cell, predictor, config)))
+        return catalog_pb2.ListSupportResponse(models=map(support_message, cells))
+
+    async def coverage(self, request: catalog_pb2.CoverageRequest) -> Message:
+        if not request.choose_parallel:
+            ready = await self._engines.of(request)
+            return await self._engines.off_loop(partial(coverage_message, ready.engine))
+        if not request.HasField("config"):
+            raise invalid("config", "is missing; a mapping is chosen for a configuration")
+        config = wire.engine_config(request.config, self._settings.max_config_json_bytes)
+        return await self._engines.off_loop(lambda: coverage_message(self._chosen(config)))
+
+    def _chosen(self, config: EngineConfig) -> Engine:
+        found = cell(self._engines.predictor, config)
+        if found.parallel is None:
+            assert found.error is not None
+            raise found.error
+        return self._engines.predictor.engine(replace(config, parallel=found.parallel))
+
+    def _named(self, request: Any, *names: str) -> None:
+        for name in names:
+            if len(getattr(request, name)) > wire.MAX_NAME:
+                raise invalid(name, f"is longer than {wire.MAX_NAME} characters")
+        if not request.system:
+            raise invalid("system", "is missing")
 
     def _versions(self, system: str, backend: str = "") -> list[catalog_pb2.BackendVersions]:
         catalog = self._engines.predictor.catalog

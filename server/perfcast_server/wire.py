@@ -108,6 +108,22 @@ def _parallel(message: common_pb2.ParallelConfig) -> ParallelConfig:
     )
 
 
+def parallel_message(parallel: ParallelConfig) -> common_pb2.ParallelConfig:
+    return common_pb2.ParallelConfig(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        attn_dp=parallel.attn_dp,
+        cp=parallel.cp,
+        moe_tp=parallel.moe_tp or 0,
+        moe_ep=parallel.moe_ep or 0,
+    )
+
+
+def mode_number(mode: Mode | None) -> Any:
+    """Unspecified for None."""
+    return 0 if mode is None else MODES.index(mode, 1)
+
+
 def _quant(message: common_pb2.QuantConfig) -> QuantOverrides:
     return QuantOverrides(
         message.gemm or None, message.moe or None, message.kv_cache or None, message.fmha or None, message.comm or None
@@ -131,21 +147,14 @@ def quant_message(
 
 def config_message(config: EngineConfig, original: common_pb2.EngineConfig) -> common_pb2.EngineConfig:
     """``config`` as a message; an inline model is taken from the ``original`` that it came from."""
-    parallel, quant, comm = config.parallel, config.quant, config.moe_comm or MoeComm()
+    quant, comm = config.quant, config.moe_comm or MoeComm()
     message = common_pb2.EngineConfig(
         system=config.system,
         backend=config.backend,
         version=config.version,
-        parallel=common_pb2.ParallelConfig(
-            tp=parallel.tp,
-            pp=parallel.pp,
-            attn_dp=parallel.attn_dp,
-            cp=parallel.cp,
-            moe_tp=parallel.moe_tp or 0,
-            moe_ep=parallel.moe_ep or 0,
-        ),
+        parallel=parallel_message(config.parallel),
         quant=quant_message(quant.gemm, quant.moe, quant.kv_cache, quant.fmha, quant.comm),
-        database_mode=MODES.index(config.database_mode, 1),  # type: ignore[arg-type]
+        database_mode=mode_number(config.database_mode),
         transfer_policy=POLICIES.index(config.transfer_policy, 1),  # type: ignore[arg-type]
         profile=PROFILES.index(config.profile, 1),  # type: ignore[arg-type]
         resolution=RESOLUTIONS.index(config.resolution, 1),  # type: ignore[arg-type]
@@ -176,7 +185,7 @@ def stamp(engine: Engine) -> common_pb2.EngineStamp:
         system=config.system,
         backend=config.backend,
         version=config.version,
-        database_mode=MODES.index(config.database_mode, 1),  # type: ignore[arg-type]
+        database_mode=mode_number(config.database_mode),
         profile=PROFILES.index(config.profile, 1),  # type: ignore[arg-type]
         data_version=engine.data_version,
     )

@@ -90,6 +90,21 @@ def test_models_and_systems_are_listed(served: Running) -> None:
     assert "h200_sxm" in run("systems")
 
 
+def test_support_tells_operators_and_matrix(served: Running) -> None:
+    asked = ["support", "--model", "Qwen/Qwen3-30B-A3B", "--system", "a100_sxm", "--backend", "trtllm"]
+    own, told = json.loads(run(*asked, "--json")), json.loads(run(*asked, "--json", "--server", served.address))
+    assert own == told and own["works_in"] == "hybrid" and own["parallel"]["tp"] == 1
+    text = run(*asked, "--tp", "2", "--moe-ep", "2")
+    assert "tp2 moe_ep2" in text and "hidden_size was measured at 4096" in text
+    matrix = ["support", "--matrix", "--model", "Qwen/Qwen3-8B,zai-org/GLM-5-FP8", "--system", "h200_sxm,l40s"]
+    text = run(*matrix, "--backend", "vllm", "--why")
+    assert text.startswith("3 PASS, 0 HYBRID, 1 FAIL") and "Qwen/Qwen3-8B     P P" in text and "dsa_context" in text
+    cells = json.loads(run(*matrix, "--json"))
+    assert len(cells) == 12 and {cell["verdict"] for cell in cells} == {"PASS", "FAIL"}
+    assert "Missing option '--system'" in run("support", "--model", "Qwen/Qwen3-8B", code=2)
+    assert "--tp does not go with --matrix" in run("support", "--matrix", "--tp", "2", code=2)
+
+
 def test_packs_are_listed_and_verified() -> None:
     packs = json.loads(run("data", "ls", "--json"))
     assert {"h200_sxm", "b60"} <= {pack["system"] for pack in packs}
@@ -132,5 +147,5 @@ def test_serve_refuses_bad_settings_in_one_line(tmp_path) -> None:
 
 
 def test_every_command_has_help() -> None:
-    for command in ("serve", "predict", "models", "systems", "data"):
+    for command in ("serve", "predict", "support", "models", "systems", "data"):
         assert "Usage" in run(command, "--help")

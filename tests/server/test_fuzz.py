@@ -24,6 +24,7 @@ METHODS: dict[str, tuple[type[Message], type[Message]]] = {
     "Catalog/ListModels": (catalog_pb2.ListModelsRequest, catalog_pb2.ListModelsResponse),
     "Catalog/ListVersions": (catalog_pb2.ListVersionsRequest, catalog_pb2.ListVersionsResponse),
     "Catalog/CheckSupport": (catalog_pb2.CheckSupportRequest, catalog_pb2.CheckSupportResponse),
+    "Catalog/Coverage": (catalog_pb2.CoverageRequest, catalog_pb2.CoverageResponse),
 }
 USUAL = (1, 2, 3, 7, 8, 16, 128, 1000, 4096)
 ODD = (0, 0, 65_536, 131_073, -1, -(2**31), 2**31 - 1)

@@ -39,6 +39,38 @@ PHASE_DECODE: Phase.ValueType  # 2
 PHASE_MIXED: Phase.ValueType  # 3
 Global___Phase: typing_extensions.TypeAlias = Phase
 
+class _Standing:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _StandingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Standing.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    STANDING_UNSPECIFIED: _Standing.ValueType  # 0
+    STANDING_MEASURED: _Standing.ValueType  # 1
+    STANDING_COMPUTED: _Standing.ValueType  # 2
+    """Needs no table: bytes over bandwidth."""
+    STANDING_ESTIMATED: _Standing.ValueType  # 3
+    """Not measured; hybrid estimates it from measured neighbours."""
+    STANDING_ROOFLINE: _Standing.ValueType  # 4
+    """Not measured; only its speed of light is known."""
+    STANDING_MISSING: _Standing.ValueType  # 5
+    """No mode answers."""
+
+class Standing(_Standing, metaclass=_StandingEnumTypeWrapper):
+    """What answers for an operator."""
+
+STANDING_UNSPECIFIED: Standing.ValueType  # 0
+STANDING_MEASURED: Standing.ValueType  # 1
+STANDING_COMPUTED: Standing.ValueType  # 2
+"""Needs no table: bytes over bandwidth."""
+STANDING_ESTIMATED: Standing.ValueType  # 3
+"""Not measured; hybrid estimates it from measured neighbours."""
+STANDING_ROOFLINE: Standing.ValueType  # 4
+"""Not measured; only its speed of light is known."""
+STANDING_MISSING: Standing.ValueType  # 5
+"""No mode answers."""
+Global___Standing: typing_extensions.TypeAlias = Standing
+
 @typing.final
 class GetServerInfoRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -438,12 +470,109 @@ class PhaseSupport(google.protobuf.message.Message):
 Global___PhaseSupport: typing_extensions.TypeAlias = PhaseSupport
 
 @typing.final
+class ListSupportRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SYSTEM_FIELD_NUMBER: builtins.int
+    BACKEND_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    MODEL_IDS_FIELD_NUMBER: builtins.int
+    system: builtins.str
+    backend: builtins.str
+    """Empty means all that are measured on the system."""
+    version: builtins.str
+    """A version or a slot; empty means "current"."""
+    @property
+    def model_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Empty means all models of the registry."""
+
+    def __init__(
+        self,
+        *,
+        system: builtins.str = ...,
+        backend: builtins.str = ...,
+        version: builtins.str = ...,
+        model_ids: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "model_ids", b"model_ids", "system", b"system", "version", b"version"]) -> None: ...
+
+Global___ListSupportRequest: typing_extensions.TypeAlias = ListSupportRequest
+
+@typing.final
+class ListSupportResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: builtins.int
+    @property
+    def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ModelSupport]: ...
+    def __init__(
+        self,
+        *,
+        models: collections.abc.Iterable[Global___ModelSupport] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["models", b"models"]) -> None: ...
+
+Global___ListSupportResponse: typing_extensions.TypeAlias = ListSupportResponse
+
+@typing.final
+class ModelSupport(google.protobuf.message.Message):
+    """Whether prefill and decode of a model are answered at every probed load."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: builtins.int
+    SYSTEM_FIELD_NUMBER: builtins.int
+    BACKEND_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    PARALLEL_FIELD_NUMBER: builtins.int
+    WORKS_IN_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    UNMEASURED_OPERATORS_FIELD_NUMBER: builtins.int
+    model_id: builtins.str
+    system: builtins.str
+    backend: builtins.str
+    version: builtins.str
+    works_in: perfcast.v1.common_pb2.DatabaseMode.ValueType
+    """The first mode of silicon and hybrid that answers; unspecified where neither does."""
+    @property
+    def parallel(self) -> perfcast.v1.common_pb2.ParallelConfig:
+        """The mapping that works, else the first that holds the model; absent where there is none."""
+
+    @property
+    def error(self) -> perfcast.v1.common_pb2.ErrorDetail:
+        """Why silicon does not answer."""
+
+    @property
+    def unmeasured_operators(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What was not measured, e.g. "prefill/context_moe"."""
+
+    def __init__(
+        self,
+        *,
+        model_id: builtins.str = ...,
+        system: builtins.str = ...,
+        backend: builtins.str = ...,
+        version: builtins.str = ...,
+        parallel: perfcast.v1.common_pb2.ParallelConfig | None = ...,
+        works_in: perfcast.v1.common_pb2.DatabaseMode.ValueType = ...,
+        error: perfcast.v1.common_pb2.ErrorDetail | None = ...,
+        unmeasured_operators: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "parallel", b"parallel"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "error", b"error", "model_id", b"model_id", "parallel", b"parallel", "system", b"system", "unmeasured_operators", b"unmeasured_operators", "version", b"version", "works_in", b"works_in"]) -> None: ...
+
+Global___ModelSupport: typing_extensions.TypeAlias = ModelSupport
+
+@typing.final
 class CoverageRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CONFIG_FIELD_NUMBER: builtins.int
     HANDLE_FIELD_NUMBER: builtins.int
+    CHOOSE_PARALLEL_FIELD_NUMBER: builtins.int
     handle: builtins.str
+    choose_parallel: builtins.bool
+    """Whatever parallel sizes config has, take the first mapping of the fewest GPUs that hold the model and one request."""
     @property
     def config(self) -> perfcast.v1.common_pb2.EngineConfig: ...
     def __init__(
@@ -451,9 +580,10 @@ class CoverageRequest(google.protobuf.message.Message):
         *,
         config: perfcast.v1.common_pb2.EngineConfig | None = ...,
         handle: builtins.str = ...,
+        choose_parallel: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["config", b"config", "engine", b"engine", "handle", b"handle"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["config", b"config", "engine", b"engine", "handle", b"handle"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choose_parallel", b"choose_parallel", "config", b"config", "engine", b"engine", "handle", b"handle"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["engine", b"engine"]) -> typing.Literal["config", "handle"] | None: ...
 
 Global___CoverageRequest: typing_extensions.TypeAlias = CoverageRequest
@@ -464,24 +594,34 @@ class CoverageResponse(google.protobuf.message.Message):
 
     ENGINE_FIELD_NUMBER: builtins.int
     OPERATORS_FIELD_NUMBER: builtins.int
+    WORKS_IN_FIELD_NUMBER: builtins.int
+    PARALLEL_FIELD_NUMBER: builtins.int
+    works_in: perfcast.v1.common_pb2.DatabaseMode.ValueType
+    """The first mode of silicon, hybrid and sol that answers all of them; unspecified where none does."""
     @property
     def engine(self) -> perfcast.v1.common_pb2.EngineStamp: ...
     @property
-    def operators(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OperatorCoverage]: ...
+    def operators(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OperatorCoverage]:
+        """Operators of prefill, then of decode, in their order."""
+
+    @property
+    def parallel(self) -> perfcast.v1.common_pb2.ParallelConfig: ...
     def __init__(
         self,
         *,
         engine: perfcast.v1.common_pb2.EngineStamp | None = ...,
         operators: collections.abc.Iterable[Global___OperatorCoverage] | None = ...,
+        works_in: perfcast.v1.common_pb2.DatabaseMode.ValueType = ...,
+        parallel: perfcast.v1.common_pb2.ParallelConfig | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["engine", b"engine"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine", b"engine", "operators", b"operators"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine", b"engine", "parallel", b"parallel"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine", b"engine", "operators", b"operators", "parallel", b"parallel", "works_in", b"works_in"]) -> None: ...
 
 Global___CoverageResponse: typing_extensions.TypeAlias = CoverageResponse
 
 @typing.final
 class OperatorCoverage(google.protobuf.message.Message):
-    """Where the answers of one operator come from, as shares of the probed points."""
+    """Where the answers of one operator come from in mode silicon, as shares of the probed points."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -494,6 +634,13 @@ class OperatorCoverage(google.protobuf.message.Message):
     MIXED_SHARE_FIELD_NUMBER: builtins.int
     MISSING_SHARE_FIELD_NUMBER: builtins.int
     FIRST_ERROR_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    STANDING_FIELD_NUMBER: builtins.int
+    WORKS_IN_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    TABLE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    NEAREST_FIELD_NUMBER: builtins.int
     phase: Global___Phase.ValueType
     operator_name: builtins.str
     silicon_share: builtins.float
@@ -502,6 +649,19 @@ class OperatorCoverage(google.protobuf.message.Message):
     estimated_share: builtins.float
     mixed_share: builtins.float
     missing_share: builtins.float
+    kind: builtins.str
+    """The kind of operator, e.g. "Gemm"."""
+    standing: Global___Standing.ValueType
+    works_in: perfcast.v1.common_pb2.DatabaseMode.ValueType
+    """The first mode of silicon, hybrid and sol that answers every point; unspecified where none does."""
+    tier: perfcast.v1.common_pb2.Tier.ValueType
+    """How far the estimates of mode hybrid borrow."""
+    table: builtins.str
+    """The tables that were read, or the one that has nothing."""
+    key: builtins.str
+    """What was read of them, or looked for."""
+    nearest: builtins.str
+    """What was measured instead."""
     @property
     def first_error(self) -> perfcast.v1.common_pb2.ErrorDetail:
         """The first miss, if there is one."""
@@ -518,8 +678,15 @@ class OperatorCoverage(google.protobuf.message.Message):
         mixed_share: builtins.float = ...,
         missing_share: builtins.float = ...,
         first_error: perfcast.v1.common_pb2.ErrorDetail | None = ...,
+        kind: builtins.str = ...,
+        standing: Global___Standing.ValueType = ...,
+        works_in: perfcast.v1.common_pb2.DatabaseMode.ValueType = ...,
+        tier: perfcast.v1.common_pb2.Tier.ValueType = ...,
+        table: builtins.str = ...,
+        key: builtins.str = ...,
+        nearest: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["first_error", b"first_error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["empirical_share", b"empirical_share", "estimated_share", b"estimated_share", "first_error", b"first_error", "missing_share", b"missing_share", "mixed_share", b"mixed_share", "operator_name", b"operator_name", "phase", b"phase", "silicon_share", b"silicon_share", "sol_share", b"sol_share"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["empirical_share", b"empirical_share", "estimated_share", b"estimated_share", "first_error", b"first_error", "key", b"key", "kind", b"kind", "missing_share", b"missing_share", "mixed_share", b"mixed_share", "nearest", b"nearest", "operator_name", b"operator_name", "phase", b"phase", "silicon_share", b"silicon_share", "sol_share", b"sol_share", "standing", b"standing", "table", b"table", "tier", b"tier", "works_in", b"works_in"]) -> None: ...
 
 Global___OperatorCoverage: typing_extensions.TypeAlias = OperatorCoverage

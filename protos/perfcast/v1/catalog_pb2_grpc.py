@@ -59,6 +59,11 @@ class CatalogStub(object):
                 request_serializer=perfcast_dot_v1_dot_catalog__pb2.CheckSupportRequest.SerializeToString,
                 response_deserializer=perfcast_dot_v1_dot_catalog__pb2.CheckSupportResponse.FromString,
                 _registered_method=True)
+        self.ListSupport = channel.unary_unary(
+                '/perfcast.v1.Catalog/ListSupport',
+                request_serializer=perfcast_dot_v1_dot_catalog__pb2.ListSupportRequest.SerializeToString,
+                response_deserializer=perfcast_dot_v1_dot_catalog__pb2.ListSupportResponse.FromString,
+                _registered_method=True)
         self.Coverage = channel.unary_unary(
                 '/perfcast.v1.Catalog/Coverage',
                 request_serializer=perfcast_dot_v1_dot_catalog__pb2.CoverageRequest.SerializeToString,
@@ -105,6 +110,13 @@ class CatalogServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSupport(self, request, context):
+        """Which models can be answered on a system, each under the smallest parallel mapping that holds it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Coverage(self, request, context):
         """Which operators of an engine are measured, over a grid of loads. Ask before a search.
         """
@@ -139,6 +151,11 @@ def add_CatalogServicer_to_server(servicer, server):
                     servicer.CheckSupport,
                     request_deserializer=perfcast_dot_v1_dot_catalog__pb2.CheckSupportRequest.FromString,
                     response_serializer=perfcast_dot_v1_dot_catalog__pb2.CheckSupportResponse.SerializeToString,
+            ),
+            'ListSupport': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSupport,
+                    request_deserializer=perfcast_dot_v1_dot_catalog__pb2.ListSupportRequest.FromString,
+                    response_serializer=perfcast_dot_v1_dot_catalog__pb2.ListSupportResponse.SerializeToString,
             ),
             'Coverage': grpc.unary_unary_rpc_method_handler(
                     servicer.Coverage,
@@ -281,6 +298,33 @@ class Catalog(object):
             '/perfcast.v1.Catalog/CheckSupport',
             perfcast_dot_v1_dot_catalog__pb2.CheckSupportRequest.SerializeToString,
             perfcast_dot_v1_dot_catalog__pb2.CheckSupportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSupport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/perfcast.v1.Catalog/ListSupport',
+            perfcast_dot_v1_dot_catalog__pb2.ListSupportRequest.SerializeToString,
+            perfcast_dot_v1_dot_catalog__pb2.ListSupportResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -105,6 +105,22 @@ _CatalogCheckSupportType = typing_extensions.TypeVar(
     ],
 )
 
+_CatalogListSupportType = typing_extensions.TypeVar(
+    '_CatalogListSupportType',
+    grpc.UnaryUnaryMultiCallable[
+        perfcast.v1.catalog_pb2.ListSupportRequest,
+        perfcast.v1.catalog_pb2.ListSupportResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perfcast.v1.catalog_pb2.ListSupportRequest,
+        perfcast.v1.catalog_pb2.ListSupportResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perfcast.v1.catalog_pb2.ListSupportRequest,
+        perfcast.v1.catalog_pb2.ListSupportResponse,
+    ],
+)
+
 _CatalogCoverageType = typing_extensions.TypeVar(
     '_CatalogCoverageType',
     grpc.UnaryUnaryMultiCallable[
@@ -121,7 +137,7 @@ _CatalogCoverageType = typing_extensions.TypeVar(
     ],
 )
 
-class CatalogStub(typing.Generic[_CatalogGetServerInfoType, _CatalogListSystemsType, _CatalogListModelsType, _CatalogListVersionsType, _CatalogCheckSupportType, _CatalogCoverageType]):
+class CatalogStub(typing.Generic[_CatalogGetServerInfoType, _CatalogListSystemsType, _CatalogListModelsType, _CatalogListVersionsType, _CatalogCheckSupportType, _CatalogListSupportType, _CatalogCoverageType]):
     @typing.overload
     def __init__(self: CatalogStub[
         grpc.UnaryUnaryMultiCallable[
@@ -143,6 +159,10 @@ class CatalogStub(typing.Generic[_CatalogGetServerInfoType, _CatalogListSystemsT
         grpc.UnaryUnaryMultiCallable[
             perfcast.v1.catalog_pb2.CheckSupportRequest,
             perfcast.v1.catalog_pb2.CheckSupportResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perfcast.v1.catalog_pb2.ListSupportRequest,
+            perfcast.v1.catalog_pb2.ListSupportResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             perfcast.v1.catalog_pb2.CoverageRequest,
@@ -173,6 +193,10 @@ class CatalogStub(typing.Generic[_CatalogGetServerInfoType, _CatalogListSystemsT
             perfcast.v1.catalog_pb2.CheckSupportResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            perfcast.v1.catalog_pb2.ListSupportRequest,
+            perfcast.v1.catalog_pb2.ListSupportResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             perfcast.v1.catalog_pb2.CoverageRequest,
             perfcast.v1.catalog_pb2.CoverageResponse,
         ],
@@ -194,6 +218,9 @@ class CatalogStub(typing.Generic[_CatalogGetServerInfoType, _CatalogListSystemsT
     """Whether each phase of an engine can be answered, and if not, why and what would work. Never an error for an
     engine that is merely unsupported.
     """
+
+    ListSupport: _CatalogListSupportType
+    """Which models can be answered on a system, each under the smallest parallel mapping that holds it."""
 
     Coverage: _CatalogCoverageType
     """Which operators of an engine are measured, over a grid of loads. Ask before a search."""
@@ -218,6 +245,10 @@ CatalogAsyncStub: typing_extensions.TypeAlias = CatalogStub[
     grpc.aio.UnaryUnaryMultiCallable[
         perfcast.v1.catalog_pb2.CheckSupportRequest,
         perfcast.v1.catalog_pb2.CheckSupportResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perfcast.v1.catalog_pb2.ListSupportRequest,
+        perfcast.v1.catalog_pb2.ListSupportResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         perfcast.v1.catalog_pb2.CoverageRequest,
@@ -267,6 +298,14 @@ class CatalogServicer(metaclass=abc.ABCMeta):
         """Whether each phase of an engine can be answered, and if not, why and what would work. Never an error for an
         engine that is merely unsupported.
         """
+
+    @abc.abstractmethod
+    def ListSupport(
+        self,
+        request: perfcast.v1.catalog_pb2.ListSupportRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perfcast.v1.catalog_pb2.ListSupportResponse, collections.abc.Awaitable[perfcast.v1.catalog_pb2.ListSupportResponse]]:
+        """Which models can be answered on a system, each under the smallest parallel mapping that holds it."""
 
     @abc.abstractmethod
     def Coverage(
