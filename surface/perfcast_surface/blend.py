@@ -30,7 +30,7 @@ class Blend:
         ms = nan
         for weight, plane in self.parts:
             here = plane.one(*query)
-            ms = here if weight == 0 else ms + (here - ms) * weight
+            ms = ms + (here - ms) * weight if weight else here
         return ms
 
     @property

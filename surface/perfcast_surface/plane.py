@@ -114,6 +114,10 @@ class Plane:
     def _nested(self) -> Any:
         return self.values.tolist()
 
+    @cached_property
+    def _lists(self) -> tuple[list[float], list[float], list[list[float]]]:
+        return self.axes[0].knots.tolist(), self.axes[1].knots.tolist(), self._nested
+
     def at(self, *query: F64, sol: Sol | None = None) -> F64:
         """The value at each query; NaN outside. With ``sol``, the roofline of the axes, the value of a row carries over
         to a query that lies between it and one that ends too early."""
@@ -156,8 +160,37 @@ class Plane:
 
     def one(self, *query: float) -> float:
         """``at`` for a single query."""
+        if len(query) == 2:
+            return self._pair(*query)
         cells = [axis.one(c) for axis, c in zip(self.axes, query, strict=True)]
         return self._one(cells, 0, self._nested)
+
+    def _pair(self, x: float, y: float) -> float:
+        """``one`` of two axes, the usual number of them, at half the cost."""
+        outer, inner, rows = self._lists
+        i, j = bisect_right(outer, x), bisect_right(inner, y)
+        if i == 0 or j == 0:
+            return nan
+        row, x0, y0 = rows[i], outer[i - 1], inner[j - 1]
+        share, a = 0.0, row[j]
+        if y != y0:
+            if j == len(inner):
+                return nan
+            share = (y - y0) / (inner[j] - y0)
+            a += (row[j + 1] - a) * share
+        if x == x0:
+            return a
+        if i == len(outer):
+            return nan
+        row = rows[i + 1]
+        b = row[j]
+        if share:
+            b += (row[j + 1] - b) * share
+        weight = (x - x0) / (outer[i] - x0)
+        if self.roots:
+            root = sqrt(a) + (sqrt(b) - sqrt(a)) * weight if a >= 0 and b >= 0 else nan
+            return root * root
+        return a + (b - a) * weight
 
     def _one(self, cells: list[tuple[int, int, float]], depth: int, node: Any) -> float:
         low, high, weight = cells[depth]

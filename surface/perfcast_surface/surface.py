@@ -72,7 +72,10 @@ class PhaseSurface:
         return ms
 
     def attention_one(self, batch: int, s: int, prefix: int) -> float:
-        return sum(term.one(batch, s, prefix) for term in self.attention)
+        ms = 0.0
+        for term in self.attention:
+            ms += term.one(batch, s, prefix)
+        return ms
 
 
 def _look_up(table: F64, counts: F64) -> F64:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -59,6 +60,17 @@ class Surface:
         lead, rest = self._split(query)
         ms = self.sheets(*lead).one(*rest)
         return ms if ms == ms else float(self.at(*lead, *(np.array([float(c)]) for c in rest)).ms[0])
+
+    def reader(self, *lead: float) -> Callable[..., float]:
+        """``one`` at a leading number, for many queries."""
+        parts = self.sheets(*lead).parts
+        inside = parts[0][1].ms.one if len(parts) == 1 else self.sheets(*lead).one
+
+        def read(*rest: float) -> float:
+            ms = inside(*rest)
+            return ms if ms == ms else float(self.at(*lead, *(np.array([float(c)]) for c in rest)).ms[0])
+
+        return read
 
     def sheets(self, *lead: float) -> Sheets:
         """The grid resampled at one outer coordinate, or the whole of it."""

@@ -124,18 +124,18 @@ class ContextAttention(Op):
         if not db.mode.shared:
             return None
         db.system.rate(quant.FMHA[self.fmha_quant])
-        read, heads, cp = self._kernels(db).measured(db).one, float(self.heads), self.cp
+        read, cp = self._kernels(db).measured(db).reader(float(self.heads)), self.cp
         extra, scale = self._extra_ms(db), self.scale
 
         def whole(batch: float, s: float, prefix: float) -> float:
             full = s + prefix
-            return (read(heads, full, batch) * causal_share(full, prefix) + extra) * scale
+            return (read(full, batch) * causal_share(full, prefix) + extra) * scale
 
         def halves(batch: float, s: float, prefix: float) -> float:
             chunk = float(max(ceil(s / (2 * cp)), 1))
             near, far = chunk + prefix, s + prefix
-            kernel = read(heads, near, batch) * causal_share(near, prefix)
-            kernel += read(heads, far, batch) * causal_share(far, far - chunk)
+            kernel = read(near, batch) * causal_share(near, prefix)
+            kernel += read(far, batch) * causal_share(far, far - chunk)
             return (kernel + extra) * scale
 
         return whole if cp == 1 else halves

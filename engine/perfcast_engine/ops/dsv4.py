@@ -107,7 +107,7 @@ class _Dsv4(SparseModule):
         if not db.mode.shared:
             return None
         self.rates(db.system)
-        read, excess, scale, context = self._surface(db).one, self._excess(db), self.scale, self.context
+        read, excess, scale, context = self._surface(db).reader(), self._excess(db), self.scale, self.context
 
         def ms(batch: float, s: float, prefix: float) -> float:
             module = read(prefix, s, batch) if context else read(batch, s)

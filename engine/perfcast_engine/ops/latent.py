@@ -107,13 +107,13 @@ class LatentBlock(Op):
             return None
         try:
             self.check_rates(db.system)
-            return self.reader(self.surface(db).one)
+            return self.reader(self.surface(db).reader(float(self.heads)))
         except EngineError:  # which ``evaluate`` words, or answers by an estimate
             return None
 
     @abstractmethod
-    def reader(self, read: Callable[[float, float, float], float]) -> Quick:
-        """``quick`` by what looks up one point of the table."""
+    def reader(self, read: Callable[[float, float], float]) -> Quick:
+        """``quick`` by what looks up one point of the table, heads aside."""
 
     def _piece(self, db: Database, at: Points) -> Answer:
         def silicon(at: Points) -> Answer:
@@ -160,12 +160,12 @@ class ContextBlock(LatentBlock):
         square = (at.s + at.prefix) ** 2
         return answer.scaled((square - at.prefix * at.prefix) / np.maximum(square, 1.0))
 
-    def reader(self, read: Callable[[float, float, float], float]) -> Quick:
-        heads, scale, cp = float(self.heads), self.scale, self.ranks
+    def reader(self, read: Callable[[float, float], float]) -> Quick:
+        scale, cp = self.scale, self.ranks
 
         def piece(batch: float, s: float, prefix: float) -> float:
             full = s + prefix
-            return read(heads, full, batch) * ((full * full - prefix * prefix) / (full * full)) if full > 0 else nan
+            return read(full, batch) * ((full * full - prefix * prefix) / (full * full)) if full > 0 else nan
 
         def whole(batch: float, s: float, prefix: float) -> float:
             return piece(batch, s, prefix) * scale
@@ -190,9 +190,9 @@ class GenerationBlock(LatentBlock):
     def query(self, at: Points) -> Query:
         return float(self.heads), at.batch, at.s
 
-    def reader(self, read: Callable[[float, float, float], float]) -> Quick:
-        heads, scale = float(self.heads), self.scale
-        return lambda batch, s, prefix: read(heads, batch, s) * scale
+    def reader(self, read: Callable[[float, float], float]) -> Quick:
+        scale = self.scale
+        return lambda batch, s, prefix: read(batch, s) * scale
 
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         blend = self.surface(db).blend(float(self.heads)) if db.mode.shared else None

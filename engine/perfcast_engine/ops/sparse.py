@@ -118,11 +118,11 @@ class BucketedModule(SparseModule):
 
     def quick_of(self, parts: Sequence[tuple[Surface, float]]) -> Quick:
         """The weighted sum of surfaces with axes (heads, *axes), one point at a time."""
-        (read, share), *others = ((surface.one, share) for surface, share in parts)
-        heads, scale, context = float(self.heads), self.scale, self.context
+        (read, share), *others = ((surface.reader(float(self.heads)), share) for surface, share in parts)
+        scale, context = self.scale, self.context
 
         def ms(batch: float, s: float, prefix: float) -> float:
-            at = (heads, prefix, s, batch) if context else (heads, batch, s)
+            at = (prefix, s, batch) if context else (batch, s)
             total = read(*at) * share
             for other, weight in others:
                 total += other(*at) * weight

@@ -98,7 +98,7 @@ class StateKernel(Op):
                 return system.memory_sol_ms(moved(kernel, batch, s, batch * s if s > 0 else batch)) * scale
 
             return roofline
-        read, lengthy = surface.one, self.lengthy
+        read, lengthy = surface.reader(), self.lengthy
 
         def measured(batch: float, s: float, prefix: float) -> float:
             batch, s = extent(batch, s)
