@@ -34,7 +34,7 @@ CLIENT_NEEDS = {"grpc", "google", "numpy"}
 # The engine from the ground up; a module imports only what stands before it.
 FLOORS = (
     "errors", "quant", "system", "answer", "profiles", "interp", "tables", "ops", "backends", "models.spec", "config",
-    "models",
+    "models", "origin",
     "token_table", "step_result", "quick", "phase", "step", "whole_pass", "compiled", "memory", "serving", "search",
     "predictor", "coverage", "planner",
 )  # fmt: skip

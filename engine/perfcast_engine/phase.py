@@ -11,10 +11,11 @@ import numpy as np
 from perfcast_engine.answer import F64, Answer, Miss, Points
 from perfcast_engine.errors import EngineError
 from perfcast_engine.ops.base import Op, Reads, Role
+from perfcast_engine.origin import Summed
 from perfcast_engine.quick import QuickPhase, quick_terms
 from perfcast_engine.step_result import StepResult, combined
 from perfcast_engine.tables.database import Database
-from perfcast_engine.token_table import Column, CountTable, TokenTable
+from perfcast_engine.token_table import CountTable, TokenTable
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,11 @@ class Phase:
 
 def _looked_up(table: CountTable, x: F64) -> StepResult:
     try:
-        column: Column = table(x)
+        column = table(x)
     except EngineError as error:
         n = len(x)
         gone = np.ones(n, np.bool_)
-        return StepResult(np.full(n, np.nan), np.zeros((n, 5)), np.zeros(n, np.uint8), np.zeros(n), [(gone, error)])
+        return StepResult(np.full(n, np.nan), Summed((), n), np.zeros(n, np.uint8), np.zeros(n), [(gone, error)])
     misses: list[Miss] = []
     gone = np.isnan(column.ms)
     if gone.any():

@@ -11,7 +11,7 @@ from perfcast_engine.errors import EngineError
 from perfcast_engine.ops.base import Op, Reads
 from perfcast_engine.phase import Phase
 from perfcast_engine.tables.database import Database
-from perfcast_engine.token_table import Column, CountTable
+from perfcast_engine.token_table import Counted, CountTable
 
 BITS = 21  # of a coordinate in the key of a point
 Keys = np.ndarray
@@ -65,7 +65,7 @@ class Summed(CountTable):
         super().__init__(ops, db)
         self._parts = parts
 
-    def __call__(self, x: F64) -> Column:
+    def __call__(self, x: F64) -> Counted:
         first, *others = (part(x) for part in self._parts)
         for other in others:
             first = first.plus(other)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from perfcast_surface.mixed import ARRAYS, NUMBERS, StepRules
+from perfcast_surface.mixed import ARRAYS, NUMBERS, StepRules, middle
 
 from perfcast_engine.answer import F64, Mask, Points
 from perfcast_engine.errors import InvalidField
@@ -115,7 +115,7 @@ class StepModel:
         phase, tokens = self.generation_phase.quick, gen_requests * (self.nextn + 1)
         if phase is None or tokens < 1 or isl < 1 or osl < 1:
             return None
-        length = isl + osl // 2 + 1
+        length = middle(isl, osl, NUMBERS)
         step = phase.shared(tokens, length, 0, tokens, tokens)
         step.add_terms(phase.attention, tokens, length, 0)
         return step if step.ms == step.ms else None
@@ -123,7 +123,7 @@ class StepModel:
     def quick_mixed(self, ctx_tokens: int, gen_requests: int, isl: int, osl: int, prefix: int = 0) -> QuickStep | None:
         """``mixed`` of one point without arrays; None where the arrays have to be asked."""
         context, generation = self.context_phase.quick, self.generation_phase.quick
-        if context is None or generation is None or ctx_tokens < 1 or gen_requests < 0 or not 0 <= prefix < isl:
+        if context is None or generation is None or min(ctx_tokens, gen_requests) < 0 or not 0 <= prefix < isl:
             return None
         plan = self.rules.mixed(ctx_tokens, gen_requests, isl, osl, prefix, NUMBERS)
         if plan.flat < 1:
@@ -142,7 +142,7 @@ class StepModel:
         """One decode iteration of ``gen_requests`` requests at the middle of their trajectory (spec/06 1.4)."""
         requests, isl, osl = _counts(gen_requests=gen_requests, isl=isl, osl=osl)
         tokens = requests * (self.nextn + 1)
-        length = np.maximum(isl, 1) + np.maximum(osl, 1) // 2 + 1
+        length = middle(np.maximum(isl, 1), np.maximum(osl, 1), ARRAYS)
         result = self.generation_phase.price(Points.of(tokens, length, 0, tokens, imbalance), tokens, operators)
         return blanked(result, requests == 0)
 
@@ -211,7 +211,6 @@ class StepModel:
         _require((prefix < isl) | (tokens == 0), "prefix", "must be smaller than isl")
         plan = self.rules.mixed(tokens, requests, isl, osl, prefix, ARRAYS)
         busy = tokens + requests > 0
-        _require((plan.flat > 0) | ~busy, "prefix", "leaves no token to compute in this step")
         one, flat = np.ones_like(tokens), np.where(busy, plan.flat, 1)
         rows = np.broadcast_to(plan.logits_rows, flat.shape)
         shared = self.context_phase.price_shared(Points.of(one, flat, plan.cached, flat, imbalance), rows, operators)

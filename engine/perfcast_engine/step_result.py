@@ -9,16 +9,16 @@ import numpy as np
 
 from perfcast_engine.answer import F64, Answer, Mask, Miss, Source
 from perfcast_engine.errors import EngineError
-from perfcast_engine.token_table import sum_by_source
+from perfcast_engine.origin import Gathered, Scaled, Spread, Summed, Tagged
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Latencies of N steps. ms: (N,) NaN where data miss; by_source: (N, 5) ms per Source; tier: (N,);
-    energy: (N,) W ms; operators: per-operator answers, where asked for; misses: (mask, error) pairs."""
+    """Latencies of N steps. ms: (N,) NaN where data miss; origin: by source; tier: (N,); energy: (N,) W ms; operators:
+    per-operator answers, where asked for; misses: (mask, error) pairs."""
 
     ms: F64
-    by_source: F64
+    origin: Summed
     tier: np.ndarray
     energy: F64
     misses: list[Miss] = field(default_factory=list)
@@ -27,7 +27,12 @@ class StepResult:
     @classmethod
     def zero(cls, n: int, operators: bool = False) -> StepResult:
         listed: dict[str, Answer] | None = {} if operators else None
-        return cls(np.zeros(n), np.zeros((n, len(Source))), np.zeros(n, np.uint8), np.zeros(n), [], listed)
+        return cls(np.zeros(n), Summed((), n), np.zeros(n, np.uint8), np.zeros(n), [], listed)
+
+    @property
+    def by_source(self) -> F64:
+        """ms (N, 5) per Source."""
+        return self.origin.rows()
 
     def __len__(self) -> int:
         return len(self.ms)
@@ -35,7 +40,7 @@ class StepResult:
     def __add__(self, other: StepResult) -> StepResult:
         return StepResult(
             self.ms + other.ms,
-            self.by_source + other.by_source,
+            self.origin.plus(other.origin),
             np.maximum(self.tier, other.tier),
             self.energy + other.energy,
             self.misses + other.misses,
@@ -47,7 +52,7 @@ class StepResult:
         return replace(
             self,
             ms=self.ms * factor,
-            by_source=self.by_source * factor[:, None],
+            origin=Summed((Scaled(self.origin, factor),), len(factor)),
             energy=self.energy * factor,
             operators=operators,
         )
@@ -65,7 +70,7 @@ class StepResult:
 
         return StepResult(
             over(self.ms),
-            over(self.by_source),
+            Summed((Spread(self.origin, where),), len(where)),
             over(self.tier),
             over(self.energy),
             [(over(mask), error) for mask, error in self.misses],
@@ -107,8 +112,8 @@ def combined(answers: list[tuple[str, Answer]], n: int, listed: bool) -> StepRes
         misses += answer.misses
         if listed:
             folded[name] = folded[name] + answer if name in folded else answer
-    by_source = sum_by_source([answer for _, answer in answers], n)
-    return StepResult(ms, by_source, tier, energy, misses, folded if listed else None)
+    origin = Summed(tuple(Tagged(answer.ms, answer.source) for _, answer in answers), n)
+    return StepResult(ms, origin, tier, energy, misses, folded if listed else None)
 
 
 def blanked(result: StepResult, idle: Any) -> StepResult:
@@ -122,7 +127,7 @@ def blanked(result: StepResult, idle: Any) -> StepResult:
         operators = {} if idle.all() else {name: _blanked(answer, idle) for name, answer in operators.items()}
     return StepResult(
         np.where(idle, 0.0, result.ms),
-        np.where(idle[:, None], 0.0, result.by_source),
+        Summed((Scaled(result.origin, (~idle).astype(np.float64)),), len(idle)),
         np.where(idle, np.uint8(0), result.tier),
         np.where(idle, 0.0, result.energy),
         misses,
@@ -150,8 +155,8 @@ def gathered(samples: StepResult, point: np.ndarray, n: int) -> StepResult:
     operators = samples.operators
     if operators is not None:
         operators = {name: _fold(answer, point, n) for name, answer in operators.items()} if len(point) else {}
-    by_source = np.stack([summed(column) for column in samples.by_source.T], axis=1)
-    return StepResult(summed(samples.ms), by_source, tier, summed(samples.energy), misses, operators)
+    origin = Summed((Gathered(samples.origin, point, n),), n)
+    return StepResult(summed(samples.ms), origin, tier, summed(samples.energy), misses, operators)
 
 
 def _fold(answer: Answer, point: np.ndarray, n: int) -> Answer:

@@ -10,6 +10,7 @@ import numpy as np
 
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.ops.base import Op
+from perfcast_engine.origin import Listed, Summed
 from perfcast_engine.tables.database import Database
 
 BLOCK = 1024  # integers evaluated together; one block costs little more than one integer
@@ -17,21 +18,31 @@ LIMIT = 1 << 17  # larger counts are evaluated as asked and not kept
 BLOCKS_AT_ONCE = 8  # a query that touches more new blocks evaluates just its own counts
 
 
+class Counted(NamedTuple):
+    """Sums over operators at N counts. ms: (N,) NaN where any operator misses; tier: (N,) the worst Tier; energy: (N,)
+    W ms."""
+
+    ms: F64
+    origin: Summed
+    tier: np.ndarray
+    energy: F64
+
+    def plus(self, other: Counted) -> Counted:
+        tier = np.maximum(self.tier, other.tier)
+        return Counted(self.ms + other.ms, self.origin.plus(other.origin), tier, self.energy + other.energy)
+
+
 class Column(NamedTuple):
-    """Sums over operators at N counts. ms: (N,) NaN where any operator misses; by_source: (N, 5) ms per Source;
-    tier: (N,) the worst Tier; energy: (N,) W ms."""
+    """Such sums as they are kept. by_source: (N, 5) ms per Source."""
 
     ms: F64
     by_source: F64
     tier: np.ndarray
     energy: F64
 
-    def plus(self, other: Column) -> Column:
-        tier = np.maximum(self.tier, other.tier)
-        return Column(self.ms + other.ms, self.by_source + other.by_source, tier, self.energy + other.energy)
-
-    def take(self, which: np.ndarray) -> Column:
-        return Column(self.ms[which], self.by_source[which], self.tier[which], self.energy[which])
+    def take(self, which: np.ndarray) -> Counted:
+        origin = Summed((Listed(self.by_source, which),), len(which))
+        return Counted(self.ms.take(which), origin, self.tier.take(which), self.energy.take(which))
 
 
 def sum_by_source(answers: Sequence[Answer], n: int) -> F64:
@@ -55,7 +66,7 @@ class CountTable:
         self._db = db
         self._known = np.zeros(0, np.int64), _empty(0)
 
-    def __call__(self, x: F64) -> Column:
+    def __call__(self, x: F64) -> Counted:
         """Sums at counts ``x`` (N,), non-negative integers as float64."""
         counts, kept = self._known
         asked, back = np.unique(x.astype(np.int64), return_inverse=True)
@@ -73,7 +84,7 @@ class CountTable:
 
     def shares(self, count: int) -> F64:
         """The sum at one count by Source (5,)."""
-        shares: F64 = self(np.array([float(count)])).by_source[0]
+        shares: F64 = self(np.array([float(count)])).origin.rows()[0]
         return shares
 
     @property
@@ -104,7 +115,7 @@ class TokenTable(CountTable):
         self._filled = np.zeros(0, np.bool_)
         self._kept = _empty(0)
 
-    def __call__(self, x: F64) -> Column:
+    def __call__(self, x: F64) -> Counted:
         """Sums at counts ``x`` (N,), non-negative integers as float64."""
         counts = x.astype(np.int64)
         if len(counts) == 1 and counts[0] < len(self._filled) and self._filled[counts[0]]:

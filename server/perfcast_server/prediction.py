@@ -156,7 +156,9 @@ def _columns(ready: Ready, result: StepResult, per_point: bool) -> prediction_pb
     response = prediction_pb2.PredictStepsResponse(
         engine=ready.stamp,
         latency_ms=np.where(missed, 0.0, result.ms).tolist(),
-        provenance=wire.provenance(result.by_source[answered].sum(axis=0), int(result.tier[answered].max(initial=0))),
+        provenance=wire.provenance(
+            result.origin.total(answered.astype(np.float64)), int(result.tier[answered].max(initial=0))
+        ),
         operators=[_operator(name, answer) for name, answer in (result.operators or {}).items()],
         misses=_misses(result.misses),
     )
@@ -166,8 +168,9 @@ def _columns(ready: Ready, result: StepResult, per_point: bool) -> prediction_pb
 
 
 def _point_provenance(result: StepResult) -> prediction_pb2.ProvenanceColumns:
-    whole = result.by_source.sum(axis=1, keepdims=True)
-    shares = np.divide(result.by_source, whole, out=np.zeros_like(result.by_source), where=whole > 0)
+    by_source = result.by_source
+    whole = by_source.sum(axis=1, keepdims=True)
+    shares = np.divide(by_source, whole, out=np.zeros_like(by_source), where=whole > 0)
     columns: dict[str, Any] = {name: column.tolist() for name, column in zip(wire.SHARES, shares.T, strict=True)}
     return prediction_pb2.ProvenanceColumns(**columns, tier=(result.tier + 1).tolist())
 

@@ -10,7 +10,8 @@ import numpy as np
 from perfcast_surface.arrays import F64, Ints, Mask
 from perfcast_surface.plane import Plane
 
-BLOCK = 1024  # lengths that are tabulated together
+BITS = 10
+BLOCK = 1 << BITS  # lengths that are tabulated together
 BLOCKS = 64  # tabulated blocks that are kept
 LIMIT = 1 << 18  # longer lengths are not tabulated
 
@@ -35,7 +36,7 @@ class Averaged:
         known = (s >= 0) & (s < self._size) & (s == length)
         if not known.all():
             s = np.where(known, s, 0)
-        flat = self._means(s // BLOCK).ravel()
+        flat = self._means(s >> BITS).ravel()
         low, high, weight = self._batch.cell(batch)
         a, b = flat.take(low * self._size + s), flat.take(high * self._size + s)
         return np.where(known, a + (b - a) * weight, np.nan)
@@ -46,8 +47,8 @@ class Averaged:
         if not 0 <= s < self._size or s != length:
             return nan
         means, filled = self._state
-        if not filled[s // BLOCK]:
-            means = self._means(np.array([s // BLOCK]))
+        if not filled[s >> BITS]:
+            means = self._means(np.array([s >> BITS]))
         low, high, weight = self._batch.one(batch)
         a: float = means.item(low, s)
         return a if low == high else a + (means.item(high, s) - a) * weight

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import nan
 
 import numpy as np
 
@@ -20,17 +19,15 @@ class Blend:
     parts: tuple[tuple[float, Plane], ...]
 
     def at(self, *query: F64) -> F64:
-        ms = np.full(len(query[0]), np.nan)
-        for weight, plane in self.parts:
-            here = plane.at(*query)
-            ms = here if weight == 0 else ms + (here - ms) * weight
+        ms = self.parts[0][1].at(*query)
+        for weight, plane in self.parts[1:]:
+            ms = ms + (plane.at(*query) - ms) * weight
         return ms
 
     def one(self, *query: float) -> float:
-        ms = nan
-        for weight, plane in self.parts:
-            here = plane.one(*query)
-            ms = ms + (here - ms) * weight if weight else here
+        ms = self.parts[0][1].one(*query)
+        for weight, plane in self.parts[1:]:
+            ms += (plane.one(*query) - ms) * weight
         return ms
 
     @property

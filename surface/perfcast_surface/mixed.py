@@ -22,6 +22,11 @@ ARRAYS = Rounding(np.floor, np.ceil, np.maximum)
 NUMBERS = Rounding(math.floor, math.ceil, max)
 
 
+def middle(isl: Any, osl: Any, of: Rounding) -> Any:
+    """KV length of a decode iteration in the middle of the generation."""
+    return isl + of.floor(osl / 2) + 1  # on arrays // takes ten times as long
+
+
 class MixedPlan(NamedTuple):
     """flat, cached: tokens of the shared pass, run as one sequence; prompts: (prompts, weight) of the context-attention
     passes; decodes, length: query tokens and KV length of decode attention."""
@@ -58,4 +63,4 @@ class StepRules:
         else:
             part = prompts - lower
             attention = ((upper, part), (lower, (lower > 0) * (1 - part)))
-        return MixedPlan(tokens + decodes - cached, cached, rows, attention, decodes, isl + osl // 2 + 1)
+        return MixedPlan(tokens + decodes - cached, cached, rows, attention, decodes, middle(isl, osl, of))

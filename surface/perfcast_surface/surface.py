@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, nan
 from typing import Any, NamedTuple
@@ -9,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perfcast_surface.arrays import F64, Mask
-from perfcast_surface.mixed import ARRAYS, NUMBERS, StepRules
+from perfcast_surface.mixed import ARRAYS, NUMBERS, StepRules, middle
 from perfcast_surface.terms import Term
 
 FEW = 8  # samples of a trajectory that are quicker one by one
-SAMPLES = 1 << 16  # of trajectories evaluated together; bounds memory
+BAND = 1 << 13  # points evaluated together, so that what they take stays in the processor's cache
+ONE, ZERO = np.ones(1), np.zeros(1)
 DEFAULT_STRIDE = 32
 
 
@@ -55,7 +57,7 @@ class PhaseSurface:
         ms = _look_up(self.tokens, x)
         for table, counts in ((self.logits, rows), (self.requests, batch)):
             if len(table):
-                ms += _look_up(table, counts)
+                ms = ms + _look_up(table, counts)
         return _summed(self.others, ms, batch, s, prefix)
 
     def whole(self, batch: F64, s: F64, prefix: F64, x: F64, rows: F64) -> F64:
@@ -117,11 +119,13 @@ class StepSurface:
             if batch < 1 or new < 1 or prefix < 0:
                 return nan
             return phase.shared_one(batch, new, prefix, batch * new, batch) + phase.attention_one(batch, new, prefix)
-        batch, isl, prefix = _columns(batch, isl, prefix)
+        return _in_bands(self._prefills, batch, isl, prefix)
+
+    def _prefills(self, batch: F64, isl: F64, prefix: F64) -> F64:
         s = isl - prefix
         good = (batch >= 1) & (s >= 1) & (prefix >= 0)
         batch, s = _where(good, batch), _where(good, s)
-        return _only(good, phase.whole(batch, s, prefix, batch * s, batch))
+        return _only(good, self.context.whole(batch, s, prefix, batch * s, batch))
 
     def decode_step(self, gen_requests: Any, isl: Any, osl: Any) -> Any:
         """One decode iteration of ``gen_requests`` requests in the middle of their generation."""
@@ -129,12 +133,14 @@ class StepSurface:
         if type(gen_requests) is int and type(isl) is int and type(osl) is int:
             if gen_requests < 1 or isl < 1 or osl < 1:
                 return nan
-            tokens, length = gen_requests * rows, isl + osl // 2 + 1
+            tokens, length = gen_requests * rows, middle(isl, osl, NUMBERS)
             return phase.shared_one(tokens, length, 0, tokens, tokens) + phase.attention_one(tokens, length, 0)
-        requests, isl, osl = _columns(gen_requests, isl, osl)
+        return _in_bands(self._decode_steps, gen_requests, isl, osl)
+
+    def _decode_steps(self, requests: F64, isl: F64, osl: F64) -> F64:
         good = (requests >= 1) & (isl >= 1) & (osl >= 1)
-        counts, lengths = _where(good, requests) * rows, isl + osl // 2 + 1
-        return _only(good, phase.whole(counts, lengths, np.zeros_like(counts), counts, counts))
+        tokens, length = _where(good, requests) * (self.rules.nextn + 1), middle(isl, osl, ARRAYS)
+        return _only(good, self.generation.whole(tokens, length, ZERO, tokens, tokens))
 
     def decode(self, batch: Any, isl: Any, osl: Any, beam: Any = 1, stride: int = DEFAULT_STRIDE) -> Any:
         """The whole generation of ``batch`` requests: every ``stride``-th of the osl - 1 iterations, held over its
@@ -146,19 +152,21 @@ class StepSurface:
             if osl - 1 <= FEW * stride:
                 return self._decode_one(batch, isl, osl, beam, stride)
             return self.decode(np.array([batch]), isl, osl, beam, stride).item()
-        batch, isl, osl, beam = _columns(batch, isl, osl, beam)
+        return _in_bands(lambda *columns: self._decodes(stride, *np.broadcast_arrays(*columns)), batch, isl, osl, beam)
+
+    def _decodes(self, stride: int, batch: F64, isl: F64, osl: F64, beam: F64) -> F64:
         good = (batch >= 1) & (isl >= 1) & (osl >= 1) & (beam >= 1)
         batch, osl, beam = _where(good, batch), _where(good, osl), _where(good, beam)
         samples = np.ceil((osl - 1) / stride).astype(np.int64)
         ends, ms = np.cumsum(samples), np.zeros(len(batch))
         total = int(samples.sum())
-        for start in range(0, total, SAMPLES):
-            index = np.arange(start, min(start + SAMPLES, total))
+        for start in range(0, total, BAND):
+            index = np.arange(start, min(start + BAND, total))
             point = ends.searchsorted(index, "right")
             offset = (index - (ends - samples)[point]) * float(stride)
             rows = batch[point] * (self.rules.nextn + 1)
             x = rows * beam[point]
-            step = self.generation.whole(rows, isl[point] + offset + 1, np.zeros(len(x)), x, x)
+            step = self.generation.whole(rows, isl[point] + offset + 1, ZERO, x, x)
             part = np.bincount(point - point[0], step * np.minimum(stride, osl[point] - 1 - offset))
             ms[point[0] : point[0] + len(part)] += part
         return _only(good, ms)
@@ -181,28 +189,23 @@ class StepSurface:
             and type(prefix) is int
         ):
             return self._mixed_one(ctx_tokens, gen_requests, isl, osl, prefix)
-        tokens, requests, isl, osl, prefix = _columns(ctx_tokens, gen_requests, isl, osl, prefix)
-        good = (tokens >= 1) & (requests >= 0) & (prefix >= 0) & (prefix < isl) & (osl >= 0)
+        return _in_bands(self._mixes, ctx_tokens, gen_requests, isl, osl, prefix)
+
+    def _mixes(self, tokens: F64, requests: F64, isl: F64, osl: F64, prefix: F64) -> F64:
+        good = (tokens >= 0) & (requests >= 0) & (tokens + requests > 0) & (prefix >= 0) & (prefix < isl) & (osl >= 0)
         tokens, isl, prefix = _where(good, tokens), _where(good, isl), _where(good, prefix, 0.0)
-        requests = _where(good, requests, 0.0)
         plan = self.rules.mixed(tokens, requests, isl, osl, prefix, ARRAYS)
-        one, rows = np.ones_like(tokens), np.broadcast_to(np.asarray(plan.logits_rows, np.float64), tokens.shape)
-        good &= plan.flat >= 1
         flat = _where(good, plan.flat)
-        ms = self.context.shared(one, flat, plan.cached, flat, rows)
-        fresh, zero = isl - prefix, np.zeros_like(tokens)
+        ms = self.context.shared(ONE, flat, plan.cached, flat, np.atleast_1d(plan.logits_rows))
         for prompts, weight in plan.prompts:
-            part = _summed(self.context.attention, zero, np.maximum(prompts, 1.0), fresh, prefix)
-            ms = ms + np.where(weight > 0, part * weight, 0.0)
-        decode = _summed(self.generation.attention, zero, np.maximum(plan.decodes, 1.0), plan.length, zero)
-        return _only(good, ms + np.where(requests > 0, decode, 0.0))
+            ms = ms + _weighed(self.context.attention, weight, prompts, isl - prefix, prefix)
+        decoding = (requests > 0).astype(np.float64)
+        return _only(good, ms + _weighed(self.generation.attention, decoding, plan.decodes, plan.length, ZERO))
 
     def _mixed_one(self, tokens: int, requests: int, isl: int, osl: int, prefix: int) -> float:
-        if tokens < 1 or requests < 0 or osl < 0 or not 0 <= prefix < isl:
+        if tokens < 0 or requests < 0 or tokens + requests < 1 or osl < 0 or not 0 <= prefix < isl:
             return nan
         plan = self.rules.mixed(tokens, requests, isl, osl, prefix, NUMBERS)
-        if plan.flat < 1:
-            return nan
         ms = self.context.shared_one(1, plan.flat, plan.cached, plan.flat, plan.logits_rows)
         for prompts, weight in plan.prompts:
             if weight:
@@ -210,8 +213,28 @@ class StepSurface:
         return ms + self.generation.attention_one(plan.decodes, plan.length, 0) if requests else ms
 
 
-def _columns(*values: Any) -> list[F64]:
-    return list(np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, np.float64)) for value in values)))
+def _in_bands(evaluate: Callable[..., F64], *values: Any) -> F64:
+    """``evaluate`` of columns, BAND points at a time; a single value that holds for all points stays one (1,)."""
+    columns = [np.atleast_1d(np.asarray(value)) for value in values]
+    (n,) = np.broadcast_shapes(*(column.shape for column in columns))
+    ms = np.empty(n)
+    for start in range(0, n, BAND):
+        band = slice(start, start + BAND)
+        parts = (column if len(column) == 1 else column[band] for column in columns)
+        ms[band] = evaluate(*(part.astype(np.float64) for part in parts))
+    return ms
+
+
+def _weighed(terms: tuple[Term, ...], weight: F64, batch: F64, s: F64, prefix: F64) -> F64:
+    """The sum of ``terms`` times ``weight`` (N,), evaluated where that is not 0 only."""
+    live = weight != 0
+    if live.all():
+        return _summed(terms, ZERO, batch, s, prefix) * weight
+    which = np.flatnonzero(live)
+    out = np.zeros(len(weight))
+    batch, s, prefix = (c if len(c) == 1 else c.take(which) for c in (batch, s, prefix))
+    out[which] = _summed(terms, ZERO, batch, s, prefix) * weight.take(which)
+    return out
 
 
 def _where(good: Mask, values: F64, otherwise: float = 1.0) -> F64:

@@ -157,7 +157,7 @@ class Decode:
     def at(self, batch: F64, s: F64, prefix: F64) -> F64:
         ms = self.blend.at(batch, s)
         if self.excess is not None:
-            ms = np.maximum(ms - self.excess.at(batch, np.ones(len(s)), np.maximum(s - 1, 0.0)), 0.0)
+            ms = np.maximum(ms - self.excess.at(batch, np.ones(1), np.maximum(s - 1, 0.0)), 0.0)
         return ms * self.scale
 
     def one(self, batch: float, s: float, prefix: float) -> float:
@@ -231,7 +231,7 @@ class State:
 
     def at(self, batch: F64, s: F64, prefix: F64) -> F64:
         if self.draft:
-            batch, s = np.maximum(1.0, np.round(batch / self.draft)), np.full(len(s), float(self.draft))
+            batch, s = np.maximum(1.0, np.round(batch / self.draft)), np.array([float(self.draft)])
         query = (batch, s) if len(self.blend.ends) == 2 else (batch,)
         return self.blend.at(*query) * self.scale
 
@@ -271,10 +271,11 @@ class Traffic:
 
     def at(self, batch: F64, s: F64, prefix: F64) -> F64:
         if self.draft:
-            batch, s = np.maximum(1.0, np.round(batch / self.draft)), np.full(len(s), float(self.draft))
+            batch, s = np.maximum(1.0, np.round(batch / self.draft)), np.array([float(self.draft)])
         if not self.lengthy:
             return batch * ((self.per_token + self.per_request) * self.scale)
-        return batch * (self.per_token * s + self.per_request + self.per_chunk * (s // CHUNK)) * self.scale
+        chunks = np.floor(s / CHUNK)
+        return batch * (self.per_token * s + self.per_request + self.per_chunk * chunks) * self.scale
 
     def one(self, batch: float, s: float, prefix: float) -> float:
         if self.draft:

@@ -87,4 +87,11 @@ def test_far_outside_of_the_measurements_too() -> None:
 def test_no_short_cut_without_measurements() -> None:
     assert steps("dense", "corrected", "EMPIRICAL").quick_prefill(1, 1000) is None
     assert steps("dense", "corrected").quick_prefill(1, 1000, 1000) is None
-    assert steps("dense", "corrected").quick_mixed(0, 4, 1000, 10) is None
+    assert steps("dense", "corrected").quick_mixed(0, 0, 1000, 10) is None
+
+
+def test_a_mixed_step_without_prompts_has_a_short_cut_too() -> None:
+    model = steps("dense", "corrected")
+    quick = model.quick_mixed(0, 4, 1000, 10)
+    assert quick is not None
+    assert quick.ms == pytest.approx(model.mixed(0, 4, 1000, 10).ms[0], rel=1e-13)

@@ -39,6 +39,18 @@ def test_a_surface_gives_the_digits_of_the_engine(name: str, profile: str) -> No
         np.testing.assert_allclose(one_by_one[inside], found[inside], rtol=1e-13)
 
 
+@pytest.mark.parametrize("name", ["dense", "compressed"])
+def test_single_values_hold_for_many_points_and_prompts_may_be_absent(name: str) -> None:
+    model = steps(name, "corrected")
+    surface = compile_surface(model)
+    tokens, requests = np.arange(30_000) % 97, np.arange(30_000) % 13 + 1
+    wanted = model.mixed(tokens, requests, 40, 20, 3).ms
+    np.testing.assert_allclose(surface.mixed(tokens, requests, 40, 20, 3), wanted, rtol=1e-13)
+    for i in range(0, 30_000, 999):
+        assert surface.mixed(int(tokens[i]), int(requests[i]), 40, 20, 3) == pytest.approx(wanted[i], rel=1e-13)
+    np.testing.assert_allclose(surface.prefill(2, tokens + 9, 4), model.prefill(2, tokens + 9, 4).ms, rtol=1e-13)
+
+
 @pytest.mark.parametrize("name", ["dense", "compressed", "state space"])
 def test_trajectories_are_those_of_the_engine(name: str) -> None:
     model = steps(name, "corrected")
@@ -82,6 +94,7 @@ def test_a_surface_does_not_answer_beyond_itself() -> None:
     assert np.isnan(surface.decode_step(0, 100, 10))
     assert np.isnan(surface.decode(1, 100, 0))
     assert np.isnan(surface.mixed(10, -1, 100, 10))
+    assert np.isnan(surface.mixed(0, 0, 100, 10))
     np.testing.assert_array_equal(np.isnan(surface.prefill(np.array([1, 1, 0]), np.array([5000, 100, 100]))), [1, 0, 1])
 
 
