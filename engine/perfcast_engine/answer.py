@@ -69,6 +69,11 @@ class Points:
     def __len__(self) -> int:
         return len(self.batch)
 
+    @property
+    def columns(self) -> tuple[F64, ...]:
+        """The fields in their order."""
+        return self.batch, self.s, self.prefix, self.x, self.imbalance
+
     def take(self, which: Mask | NDArray[np.intp]) -> Points:
         return Points(self.batch[which], self.s[which], self.prefix[which], self.x[which], self.imbalance[which])
 

@@ -106,6 +106,21 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """Of latencies one after another; ends: how many there are up to the end of each part."""
+
+    parts: tuple[Origin, ...]
+    ends: tuple[int, ...]
+
+    def rows(self) -> F64:
+        return np.concatenate([part.rows() for part in self.parts])
+
+    def total(self, weights: F64) -> F64:
+        pieces = zip(self.parts, np.split(weights, self.ends[:-1]), strict=True)
+        return sum((part.total(piece) for part, piece in pieces), np.zeros(KINDS))
+
+
+@dataclass(frozen=True, slots=True)
 class Gathered:
     """Of samples summed over the ``n`` points that they belong to."""
 

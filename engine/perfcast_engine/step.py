@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,12 +24,13 @@ from perfcast_engine.profiles import (
 )
 from perfcast_engine.quick import QuickStep
 from perfcast_engine.shared import Shared
-from perfcast_engine.step_result import StepResult, blanked, gathered
+from perfcast_engine.step_result import StepResult, blanked, gathered, joined
 from perfcast_engine.tables.database import Database
 
 MAX_COUNT = 2**32 - 1
 MAX_SAMPLES = 1_000_000  # of all trajectories in one call; bounds memory and time
 DEFAULT_STRIDE = 32
+BAND = 1 << 14  # points priced together, so that what they take stays in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class StepModel:
         batch, isl, prefix = _counts(batch=batch, isl=isl, prefix=prefix)
         _require(prefix < isl, "prefix", "must be smaller than isl")
         at = Points.of(batch, isl - prefix, prefix, None, imbalance)
-        return self.context_phase.price(at, at.batch, operators)
+        price = self.context_phase.price
+        return _in_bands(lambda *c: price(Points(*c), c[0], operators), at.columns, operators)
 
     def quick_prefill(self, batch: int, isl: int, prefix: int = 0) -> QuickStep | None:
         """``prefill`` of one point without arrays; None where the arrays have to be asked."""
@@ -143,7 +146,9 @@ class StepModel:
         requests, isl, osl = _counts(gen_requests=gen_requests, isl=isl, osl=osl)
         tokens = requests * (self.nextn + 1)
         length = middle(np.maximum(isl, 1), np.maximum(osl, 1), ARRAYS)
-        result = self.generation_phase.price(Points.of(tokens, length, 0, tokens, imbalance), tokens, operators)
+        at = Points.of(tokens, length, 0, tokens, imbalance)
+        price = self.generation_phase.price
+        result = _in_bands(lambda *c: price(Points(*c), c[3], operators), at.columns, operators)
         return blanked(result, requests == 0)
 
     def decode(
@@ -186,10 +191,17 @@ class StepModel:
         operators: bool = False,
     ) -> StepResult:
         """One iteration that prefills ``ctx_tokens`` tokens of prompts and decodes ``gen_requests`` (spec/06 1.5)."""
-        shared, context, decode = self.mixed_parts(
-            ctx_tokens, gen_requests, isl, osl, prefix, imbalance, gen_imbalance, operators=operators
+        columns = _counts(ctx_tokens=ctx_tokens, gen_requests=gen_requests, isl=isl, osl=osl, prefix=prefix)
+        _check_mixed(*columns)
+        uneven = (
+            np.broadcast_to(np.asarray(value, np.float64), columns[0].shape) for value in (imbalance, gen_imbalance)
         )
-        return shared + context + decode
+
+        def price(*columns: F64) -> StepResult:
+            shared, context, decode = self.mixed_parts(*columns, operators=operators)
+            return shared + context + decode
+
+        return _in_bands(price, [*columns, *uneven], operators)
 
     def mixed_parts(
         self,
@@ -207,8 +219,7 @@ class StepModel:
         tokens, requests, isl, osl, prefix = _counts(
             ctx_tokens=ctx_tokens, gen_requests=gen_requests, isl=isl, osl=osl, prefix=prefix
         )
-        _require(isl > 0, "isl", "must be positive")
-        _require((prefix < isl) | (tokens == 0), "prefix", "must be smaller than isl")
+        _check_mixed(tokens, requests, isl, osl, prefix)
         plan = self.rules.mixed(tokens, requests, isl, osl, prefix, ARRAYS)
         busy = tokens + requests > 0
         one, flat = np.ones_like(tokens), np.where(busy, plan.flat, 1)
@@ -218,9 +229,9 @@ class StepModel:
         context = StepResult.zero(len(tokens), operators)
         for prompts, weight in plan.prompts:
             at = Points.of(np.maximum(prompts, 1), fresh, cached, None, imbalance)
-            context += blanked(self.context_phase.price_attention(at, operators).scaled(weight), weight == 0)
-        at = Points.of(np.maximum(plan.decodes, 1), plan.length, 0, None, gen_imbalance)
-        decode = blanked(self.generation_phase.price_attention(at.with_(x=at.batch), operators), requests == 0)
+            context += _weighed(self.context_phase, at, weight, operators)
+        at = Points.of(np.maximum(plan.decodes, 1), plan.length, 0, np.maximum(plan.decodes, 1), gen_imbalance)
+        decode = _weighed(self.generation_phase, at, (requests > 0).astype(np.float64), operators)
         return blanked(shared, ~busy), context, decode
 
     def observed(self, work: RankWork, *, operators: bool = False) -> StepResult:
@@ -260,6 +271,29 @@ class StepModel:
         context = self.context_phase.price_attention(at, operators)
         at = Points.of(decodes, np.maximum(work.decode_kv_tokens // decodes, 1), 0, decodes)
         return shared + context + self.generation_phase.price_attention(at, operators)
+
+
+def _in_bands(price: Callable[..., StepResult], columns: Sequence[F64], operators: bool) -> StepResult:
+    """``price`` of columns (N,), BAND points at a time."""
+    n = len(columns[0])
+    if operators or n <= BAND:
+        return price(*columns)
+    return joined([price(*(column[start : start + BAND] for column in columns)) for start in range(0, n, BAND)])
+
+
+def _weighed(phase: Phase, at: Points, weight: F64, operators: bool) -> StepResult:
+    """Attention times ``weight`` (N,), nothing where that is 0."""
+    live = weight != 0
+    if operators or 2 * np.count_nonzero(live) > len(live):
+        return blanked(phase.price_attention(at, operators).scaled(weight), ~live)
+    if not live.any():
+        return StepResult.zero(len(at))
+    return phase.price_attention(at.take(live), False).scaled(weight[live]).spread(live)
+
+
+def _check_mixed(tokens: F64, requests: F64, isl: F64, osl: F64, prefix: F64) -> None:
+    _require(isl > 0, "isl", "must be positive")
+    _require((prefix < isl) | (tokens == 0), "prefix", "must be smaller than isl")
 
 
 def _counts(**fields: Any) -> list[F64]:

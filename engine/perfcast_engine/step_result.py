@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from perfcast_engine.answer import F64, Answer, Mask, Miss, Source
 from perfcast_engine.errors import EngineError
-from perfcast_engine.origin import Gathered, Scaled, Spread, Summed, Tagged
+from perfcast_engine.origin import Gathered, Joined, Scaled, Spread, Summed, Tagged
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,22 @@ class StepResult:
         if errors:
             raise errors[min(errors)]
         return self
+
+
+def joined(results: Sequence[StepResult]) -> StepResult:
+    """Results of neighbouring points, without operators, as one."""
+    ends = np.cumsum([len(result) for result in results])
+    misses: list[Miss] = []
+    for result, end in zip(results, ends, strict=True):
+        for mask, error in result.misses:
+            whole = np.zeros(ends[-1], np.bool_)
+            whole[end - len(result) : end] = mask
+            misses.append((whole, error))
+    origin = Joined(tuple(result.origin for result in results), tuple(ends.tolist()))
+    ms, tier, energy = (
+        np.concatenate([getattr(result, name) for result in results]) for name in ("ms", "tier", "energy")
+    )
+    return StepResult(ms, Summed((origin,), len(ms)), tier, energy, misses)
 
 
 def _merged(a: dict[str, Answer] | None, b: dict[str, Answer] | None) -> dict[str, Answer] | None:
