@@ -52,8 +52,9 @@ class Listed:
         return rows
 
     def total(self, weights: F64) -> F64:
-        counts: F64 = np.bincount(self.which, weights, len(self.by_source)).astype(np.float64, copy=False)
-        total: F64 = counts @ np.nan_to_num(self.by_source)
+        counts = np.bincount(self.which, weights)
+        asked = np.flatnonzero(counts)
+        total: F64 = counts[asked] @ self.by_source[asked]
         return total
 
 

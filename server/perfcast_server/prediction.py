@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 from google.protobuf.message import Message
@@ -13,7 +12,7 @@ from perfcast_engine.answer import F64, Answer, Miss, Tier
 from perfcast_engine.errors import EngineError
 from perfcast_engine.step_result import StepResult
 
-from perfcast_server import wire
+from perfcast_server import packed, wire
 from perfcast_server.engines import Engines, Ready
 from perfcast_server.errors import ServiceError, invalid, refusal
 from perfcast_server.metrics import Metrics
@@ -155,13 +154,13 @@ def _columns(ready: Ready, result: StepResult, per_point: bool) -> prediction_pb
     answered = ~missed
     response = prediction_pb2.PredictStepsResponse(
         engine=ready.stamp,
-        latency_ms=np.where(missed, 0.0, result.ms).tolist(),
         provenance=wire.provenance(
             result.origin.total(answered.astype(np.float64)), int(result.tier[answered].max(initial=0))
         ),
         operators=[_operator(name, answer) for name, answer in (result.operators or {}).items()],
         misses=_misses(result.misses),
     )
+    packed.put(response, "latency_ms", np.where(missed, 0.0, result.ms))
     if per_point:
         response.point_provenance.CopyFrom(_point_provenance(result))
     return response
@@ -171,15 +170,17 @@ def _point_provenance(result: StepResult) -> prediction_pb2.ProvenanceColumns:
     by_source = result.by_source
     whole = by_source.sum(axis=1, keepdims=True)
     shares = np.divide(by_source, whole, out=np.zeros_like(by_source), where=whole > 0)
-    columns: dict[str, Any] = {name: column.tolist() for name, column in zip(wire.SHARES, shares.T, strict=True)}
-    return prediction_pb2.ProvenanceColumns(**columns, tier=(result.tier + 1).tolist())
+    columns = prediction_pb2.ProvenanceColumns(tier=(result.tier + 1).tolist())
+    for name, column in zip(wire.SHARES, shares.T, strict=True):
+        packed.put(columns, name, column)
+    return columns
 
 
 def _operator(name: str, answer: Answer) -> prediction_pb2.OperatorColumns:
     source = answer.source[:1] if (answer.source == answer.source[0]).all() else answer.source
-    return prediction_pb2.OperatorColumns(
-        name=name, latency_ms=np.nan_to_num(answer.ms).tolist(), source=(source + 1).tolist()
-    )
+    column = prediction_pb2.OperatorColumns(name=name, source=(source + 1).tolist())
+    packed.put(column, "latency_ms", np.nan_to_num(answer.ms))
+    return column
 
 
 def _misses(misses: list[Miss]) -> list[prediction_pb2.PointMisses]:

@@ -13,6 +13,7 @@ from perfcast_engine.quick import QuickStep
 from perfcast_engine.step import StepModel
 from perfcast_engine.step_result import StepResult
 
+from perfcast_server import packed
 from perfcast_server.errors import ServiceError, invalid
 
 MAX_COUNT = 2**31 - 1
@@ -94,7 +95,8 @@ def query(request: Message, group: str) -> Query:
     if name is None:
         raise invalid(group, f"is missing; give one of {', '.join(KINDS)}")
     kind, message = KINDS[name], getattr(request, name)
-    values = {field.wire: _values(message, field, f"{name}.{field.wire}") for field in kind.fields}
+    read = _scalars if group == "step" else _columns
+    values = read(message, kind.fields, name)
     points = _length(values, name)
     if kind.below is not None:
         small, large = kind.below
@@ -123,18 +125,23 @@ def check_size(asked: Query, limit: int) -> None:
         )
 
 
-def _values(message: Message, field: Field, path: str) -> Any:
-    value = getattr(message, field.wire)
-    if isinstance(value, int | float):
-        return _scalar(value, field, path)
-    if not len(value):
-        if field.default is None:
-            raise invalid(path, "is empty")
-        return field.default
+def _scalars(message: Message, fields: tuple[Field, ...], name: str) -> dict[str, Any]:
+    return {field.wire: _scalar(getattr(message, field.wire), field, f"{name}.{field.wire}") for field in fields}
+
+
+def _columns(message: Message, fields: tuple[Field, ...], name: str) -> dict[str, Any]:
+    columns = packed.columns(message)
+    return {field.wire: _column(columns.get(field.wire), field, f"{name}.{field.wire}") for field in fields}
+
+
+def _column(column: NDArray[Any] | None, field: Field, path: str) -> Any:
     default = field.default
-    column: NDArray[Any] = np.fromiter(value, np.float64 if isinstance(default, float) else np.int64, len(value))
+    if column is None:
+        if default is None:
+            raise invalid(path, "is empty")
+        return default
     if isinstance(default, float):
-        column[column == 0] = default
+        column = np.where(column == 0, default, column)
         bad = ~(np.isfinite(column) & (column > 0))
     else:
         bad = column < field.least
