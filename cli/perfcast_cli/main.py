@@ -16,6 +16,8 @@ COMMANDS = {
     "estimate": ("perfcast_cli.estimate", "Estimate what one deployment delivers."),
     "search": ("perfcast_cli.search", "Find the best deployments under latency targets."),
     "recommend": ("perfcast_cli.search", "Find the fewest GPUs that carry a load."),
+    "capacity": ("perfcast_cli.capacity", "Find the request rate that one engine sustains."),
+    "export": ("perfcast_cli.export", "Write profiles and step tables that other tools read."),
     "exp": ("perfcast_cli.experiments", "Run the searches of an experiments file."),
     "support": ("perfcast_cli.support", "Say what measured data cover: an engine, or all models."),
     "models": ("perfcast_cli.listing", "List the models known by name."),

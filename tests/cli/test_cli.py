@@ -149,3 +149,23 @@ def test_serve_refuses_bad_settings_in_one_line(tmp_path) -> None:
 def test_every_command_has_help() -> None:
     for command in ("serve", "predict", "support", "models", "systems", "data"):
         assert "Usage" in run(command, "--help")
+
+
+def test_capacity_is_told_by_role_as_the_planner_hears_it(served: Running) -> None:
+    asked = ["capacity", *ENGINE, "--isl", "2000", "--osl", "100", "--ttft-ms", "500", "--itl-ms", "20", "--json"]
+    own, told = json.loads(run(*asked)), json.loads(run(*asked, "--server", served.address))
+    assert own == told and set(told) == {"prefill", "decode", "aggregated"}
+    assert told["prefill"]["itl_s"] is None and told["aggregated"]["itl_s"] <= 0.02
+    assert re.search(r"decode +\d+ +\d+\.\d{3} +\d+\.\d\d +yes", run(*asked[:-1]))
+    assert "CALIBRATION_OFF" in run(*asked[:-1], "--state", "prod", "--server", served.address, code=1)
+
+
+def test_exports_are_written_and_say_how_far_they_are_off(served: Running, tmp_path) -> None:
+    file = tmp_path / "m.npz"
+    text = run("export", "mocker", *ENGINE, "--out", str(file), "--set", "resolution=10", "--server", served.address)
+    assert file.exists() and re.search(r"worst error of decode: \d+\.\d%", text)
+    assert json.loads(run("export", "wva", *ENGINE, "--out", str(tmp_path / "w.yaml"), "--json"))["files"]
+    text = run("export", "profiler", *ENGINE, "--out", str(tmp_path / "p"), "--set", "isl=2000")
+    assert "raw_data.npz" in text
+    for setting, words in (("nope=1", "known are"), ("resolution=x", "number")):
+        assert words in run("export", "mocker", *ENGINE, "--out", str(file), "--set", setting, code=1)
