@@ -239,6 +239,13 @@ LISTED_GPU_COUNTS = Switch(
     True,
     False,
 )
+SCALED_BY_SWEPT_TARGET = Switch(
+    "scaled_pools_by_swept_target",
+    26,
+    "engines of pools that an autoscaler sizes need to meet the largest TPOT that the search looks at, not the target",
+    True,
+    False,
+)
 REPLICA_WITHIN_NODE = Switch(
     "recommended_replica_within_node",
     28,

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from perfcast_engine.config import EngineConfig
 from perfcast_engine.errors import InvalidField
+from perfcast_engine.profiles import PROFILES
 from perfcast_engine.search.grids import chunk_sizes, target_pairs, up_to
 from perfcast_engine.search.pick import Load, cluster_throughput
 from perfcast_engine.search.recommend import recommend
@@ -251,3 +252,35 @@ def test_recommend_widens_workers_until_the_model_fits():
     asked = task(total_gpus=None, modes=("agg",), match_load=Load(concurrency=10.0), space=Space(tp=(1, 16)))
     (found,) = recommend(asked, ToyShop({"capacity": 12e9})).experiments
     assert set(found.rows["gpus"]) == {16}
+
+
+# --- switches of the profiles that only a search shows ---
+
+
+def test_scaled_pools_meet_the_tpot_asked_for():
+    tight = {"targets": Targets(2000, 4.0), "autoscale": True, "modes": ("disagg",)}
+    slowest = {p: search(task(profile=p, **tight), ToyShop()).experiments[0].rows["tpot_ms"].max() for p in PROFILES}
+    assert slowest["corrected"] <= 4.0 < slowest["reference"]
+
+
+def test_a_latency_equal_to_its_target_passes_in_both_modes():
+    for profile, found in (("reference", False), ("corrected", True)):
+        row = search(task(profile=profile, modes=("disagg",)), ToyShop()).experiments[0].pick.rows.row(0)
+        exact = task(profile=profile, modes=("disagg",), targets=Targets(row["ttft_ms"], 30))
+        ttfts = search(exact, ToyShop()).experiments[0].rows.columns.get("ttft_ms", np.zeros(1))
+        assert (row["ttft_ms"] in ttfts) == found
+
+
+def test_what_exceeds_memory_is_never_a_row():
+    for profile in PROFILES:
+        (found,) = search(task(profile=profile, modes=("agg",), load=Workload(8000, 2000)), ToyShop()).experiments
+        assert found.rows["memory_gib"].max() * 2**30 < 80e9
+        assert found.rows["batch"].max() < 512  # larger ones were asked for and do not fit
+
+
+def test_a_lone_engine_s_rate_is_shared_by_its_context_parallel_ranks():
+    wide = {"modes": ("disagg",), "backend": "sglang", "prefill_space": Space(num_gpu=(4,), tp=(1,), cp=(4,))}
+    for profile, ranks in (("reference", 1), ("corrected", 4)):
+        engine = search(task(profile=profile, **wide), ToyShop()).experiments[0].engines[0]
+        row = static(engine, LOAD, 1, Phases.PREFILL).rows.row(0)
+        assert row["requests_per_s"] / row["requests_per_s_per_gpu"] == pytest.approx(ranks)

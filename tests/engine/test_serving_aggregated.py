@@ -149,3 +149,12 @@ def test_a_cached_answer_never_serves_another_prefix():
     first = aggregated(engine, Workload(4000, 100, 2000), 8, 4000).rows["ttft_ms"][0]
     aggregated(engine, Workload(4000, 100, 0), 8, 4000)
     assert aggregated(engine, Workload(4000, 100, 2000), 8, 4000).rows["ttft_ms"][0] == first
+
+
+def test_a_measured_dip_is_bridged():
+    reference, corrected = (worker(profile=p, dip=(40, 60)) for p in ("reference", "corrected"))
+    load, batches = Workload(2000, 400), [32, 48, 64]
+    times = [aggregated(w, load, batches, 2000).rows["decode_step_ms"] for w in (reference, corrected)]
+    assert times[0][1] < times[0][0]
+    assert times[1][0] == times[0][0] and times[1][2] == times[0][2]
+    assert times[1][0] < times[1][1] < times[1][2]

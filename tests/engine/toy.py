@@ -29,14 +29,16 @@ SYSTEM = SystemSpec(
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Op):
-    """base + per_token * x ms; no data beyond ``known`` tokens."""
+    """base + per_token * x ms, but half of it between the counts of ``dip``; no data beyond ``known`` tokens."""
 
     base: float
     per_token: float
     known: float = np.inf
+    dip: tuple[float, float] = (np.inf, np.inf)
 
     def price(self, db: Database, at: Points) -> Answer:
         ms = np.where(at.x > self.known, np.nan, self.base + self.per_token * at.x)
+        ms = np.where((at.x > self.dip[0]) & (at.x < self.dip[1]), ms / 2, ms)
         return Answer.of(ms, Source.SILICON, miss=PerfDataMissing("no toy data", op=self.name))
 
 
@@ -67,6 +69,7 @@ def worker(
     nextn: int = 0,
     capacity: float = 80e9,
     known: float = np.inf,
+    dip: tuple[float, float] = (np.inf, np.inf),
     version: str = "1.0",
     **parallel: int,
 ) -> Worker:
@@ -75,7 +78,7 @@ def worker(
     speed = 1.8 ** np.log2(mapping.tp * mapping.cp)
     system = SystemSpec(**{**{f: getattr(SYSTEM, f) for f in SYSTEM.__slots__}, "mem_capacity": capacity})
     db = Database(system, backend, version, NoTables())
-    tokens = Dense(name="gemm", base=2.0 / speed, per_token=0.01 / speed, known=known)
+    tokens = Dense(name="gemm", base=2.0 / speed, per_token=0.01 / speed, known=known, dip=dip)
     logits = Dense(name="logits_gemm", base=0.05, per_token=0.002 / speed, role=Role.LOGITS)
     step = StepModel(
         (tokens, logits, Attention(name="context_attention", per_pair=1e-6 / speed, decode=False)),

@@ -13,7 +13,7 @@ from perfcast_engine.backends import backend_named
 from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.errors import EngineError, InvalidField, UnsupportedCombination
 from perfcast_engine.models.rules import is_moe
-from perfcast_engine.profiles import CORRECTED, ROUNDED_ROWS, Profile, profile_named
+from perfcast_engine.profiles import CORRECTED, ROUNDED_ROWS, SCALED_BY_SWEPT_TARGET, Profile, profile_named
 from perfcast_engine.search import afd, grids, match
 from perfcast_engine.search.encode import WIDTHS, EncodePool, best_cells, cells, encode_pool
 from perfcast_engine.search.pick import (
@@ -92,7 +92,8 @@ class _Run:
         self.engines: list[Worker] = []
         self.refused: list[tuple[str, EngineError]] = []
         self.sweeps: list[Sweep] = []
-        self.pairs = grids.target_pairs(task.targets, task.load.osl, task.swept)
+        self.asked_for = task.targets, task.load.osl
+        self.pairs = grids.target_pairs(*self.asked_for, task.swept)
         self.limits = EngineLimits(
             accepted=task.accepted, memory_fraction=task.memory_fraction, max_seq_len=task.max_seq_len
         )
@@ -129,14 +130,14 @@ class _Run:
             self.check()
             if isinstance(candidate, EngineError):
                 self.refused.append((str(mapping), candidate))
-                continue
-            swept = one(candidate)
-            self.sweeps.append(swept)
-            if swept.error is not None:
-                self.refused.append((candidate.label, swept.error))
-            elif swept.rows is not None and len(swept.rows):
-                parts.append(swept.rows.with_(engine=np.full(len(swept.rows), len(self.engines))))
-                self.engines.append(candidate)
+            else:
+                swept = one(candidate)
+                self.sweeps.append(swept)
+                if swept.error is not None:
+                    self.refused.append((candidate.label, swept.error))
+                elif swept.rows is not None and len(swept.rows):
+                    parts.append(swept.rows.with_(engine=np.full(len(swept.rows), len(self.engines))))
+                    self.engines.append(candidate)
             found = tuple(parts) if report else ()
             self.progress(Progress(self.mode, self.task.engine.backend, done, len(asked), found, self._front))
         return concatenated(parts)
@@ -238,7 +239,8 @@ class _Run:
         counts = replica.counts(self.profile, task.total_gpus, large_ep)
         shared = (task.load, task.matching)
         if task.autoscale:
-            ttft, tpot = self.pairs[0][0], max(tpot for _, tpot in self.pairs)
+            limits = self.pairs if self.profile[SCALED_BY_SWEPT_TARGET] else grids.target_pairs(*self.asked_for, False)
+            ttft, tpot = self.pairs[0][0], max(tpot for _, tpot in limits)
             rows = match.scaled_apart(prefill, decode, ttft, tpot, *shared, self.profile)
         elif self.profile[ROUNDED_ROWS] and not task.encode_pool:
             rows = match.swept(prefill, decode, counts, replica, *shared, self.pairs, self.check)
