@@ -14,7 +14,9 @@ import numpy as np
 
 from perfcast_engine.answer import F64, Mask
 from perfcast_engine.backends import GIB, KV_TOLERANCE, WORKSPACE_FAMILIES, Backend
+from perfcast_engine.config import ParallelConfig
 from perfcast_engine.errors import InvalidField, OutOfMemory, UnsupportedCombination
+from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.system import SystemSpec
 
 WIDTHS = (1, 2, 4, 8)  # tensor-parallel widths with figures; wider ones use the last
@@ -239,11 +241,7 @@ class MemoryModel:
         fixed = float((held.weights + held.activations + held.others + held.nccl)[0])
         budget = float(model.kv_budget(np.array([fixed]), fraction, reserved=0.0, tolerance=0.0)[0])
         if budget <= 0:
-            raise OutOfMemory(
-                f"no KV budget: weights, activations and overheads take {int(fixed)} of {int(model.capacity)} bytes",
-                fixed_bytes=str(int(fixed)),
-                capacity_bytes=str(int(model.capacity)),
-            )
+            raise _no_budget(fixed, model.capacity)
         per_token = math.floor(float(self.kv_bytes(np.ones(1))[0]))
         if per_token <= 0:
             raise UnsupportedCombination("model", f"no KV cache figures for the {self.family} family")
@@ -271,3 +269,52 @@ def check_capacity_request(backend: Backend, kind: str | None, fraction: float, 
         raise InvalidField("memory_fraction", f"must lie in [0, 1], not {fraction!r}", why="range")
     if tolerance is not None and not 0 <= tolerance < 1:
         raise InvalidField("tolerance_fraction", f"must lie in [0, 1), not {tolerance!r}", why="range")
+
+
+NAIVE_BYTES = 2  # of an element of weights and cache, whatever the checkpoint says
+
+
+def naive_kv_capacity(
+    spec: ModelSpec,
+    parallel: ParallelConfig,
+    capacity_bytes: float,
+    reservation: float = 0.8,
+    tolerance: float | None = None,
+) -> KvCapacity:
+    """The KV cache of a model that cannot be built, from its geometry alone (spec/06 4.3): a share of what 16-bit
+    weights leave of ``capacity_bytes``. Raises InvalidField for missing geometry, OutOfMemory when nothing is left."""
+    if not 0 <= reservation <= 1:
+        raise InvalidField("kv_reservation", f"must lie in [0, 1], not {reservation!r}", why="range")
+    latent = spec.x.kv_lora_rank + spec.x.qk_rope_head_dim if spec.x.kv_lora_rank else 0
+    heads = 2 * -(-spec.kv_heads // parallel.tp) * spec.head_dim
+    geometry = {"hidden": spec.hidden, "layers": spec.layers, "vocab": spec.vocab, "kv_heads": latent or heads}
+    geometry["inter"] = spec.moe.inter if spec.moe.experts else spec.inter
+    missing = [name for name, value in geometry.items() if not value]
+    if missing:
+        raise InvalidField("model", f"{spec.id} does not state {', '.join(missing)}", why="geometry")
+    per_token = (latent or heads) * spec.layers * NAIVE_BYTES
+    ranks = parallel.tp * parallel.pp
+    shared = 2 * spec.vocab * spec.hidden + spec.layers * 4 * spec.hidden**2
+    if spec.moe.experts:
+        experts = (
+            spec.moe.experts * 3 * spec.hidden * spec.moe.inter // ((parallel.moe_tp or 1) * (parallel.moe_ep or 1))
+        )
+        weights = shared * NAIVE_BYTES // ranks + spec.layers * experts * NAIVE_BYTES // parallel.pp
+    else:
+        weights = (shared + spec.layers * 3 * spec.hidden * spec.inter) * NAIVE_BYTES // ranks
+    budget = max(capacity_bytes - weights, 0) * reservation
+    if budget <= 0:
+        raise _no_budget(weights, capacity_bytes)
+    left = None
+    if tolerance is not None:
+        shrunk = math.floor(math.floor(budget) * (1 - tolerance))
+        left = shrunk, shrunk // per_token
+    return KvCapacity(int(capacity_bytes), math.floor(budget), int(budget // per_token), per_token, {}, "naive", left)
+
+
+def _no_budget(fixed: float, capacity: float) -> OutOfMemory:
+    return OutOfMemory(
+        f"no KV budget: weights, activations and overheads take {int(fixed)} of {int(capacity)} bytes",
+        fixed_bytes=str(int(fixed)),
+        capacity_bytes=str(int(capacity)),
+    )
