@@ -17,6 +17,7 @@ from perfcast_client.adapters.estimator import PerfEstimator
 from perfcast_client.adapters.forward_pass import ForwardPassPerfModel
 from perfcast_client.adapters.mocker import MockerSession, TimingModel
 from perfcast_client.adapters.planner_model import PlannerEngineCapacity, PlannerPerfModel
+from perfcast_client.adapters.propose import Pool, ProposePlugin, Registration
 
 __all__ = [
     "EngineCapacity",
@@ -30,6 +31,9 @@ __all__ = [
     "PerfEstimator",
     "PlannerEngineCapacity",
     "PlannerPerfModel",
+    "Pool",
+    "ProposePlugin",
+    "Registration",
     "TimingModel",
     "benchmark",
     "bootstrap_fpms",
