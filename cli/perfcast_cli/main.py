@@ -24,10 +24,10 @@ COMMANDS = {
     "systems": ("perfcast_cli.listing", "List GPU systems and the backends measured on them."),
     "health": ("perfcast_cli.health", "Ask a server whether it is serving."),
     "data": ("perfcast_cli.data", "Build, list and verify packs of measured tables."),
-    "generate": ("perfcast_deploy.cli", "Write the files that deploy a chosen configuration."),
-    "explain": ("perfcast_deploy.cli", "Say what a command line or a manifest deploys."),
-    "verify": ("perfcast_deploy.cli", "Put a benchmark's result beside the prediction."),
-    "targets": ("perfcast_deploy.cli", "List deployment targets and engine flags."),
+    "generate": ("perfcast_cli.generate", "Write the files that deploy a chosen configuration."),
+    "explain": ("perfcast_cli.explain", "Say what a command line or a manifest deploys."),
+    "verify": ("perfcast_cli.verify", "Put a benchmark's result beside the prediction."),
+    "targets": ("perfcast_cli.generate", "List deployment targets and engine flags."),
 }
 
 

@@ -77,6 +77,11 @@ load_options = options(
     click.option("--kv-concurrent", type=int, default=1, help="transfers that share it"),
 )
 
+file_options = options(
+    click.option("--policy", default="as_predicted", show_default=True, help="or headroom: margins of production"),
+    click.option("--set", "settings", multiple=True, metavar="K=V", help="served_name, port, cluster.namespace, ..."),
+)
+
 
 def workload(given: Mapping[str, Any]) -> Workload:
     images = None
@@ -111,7 +116,7 @@ def pairs(text: str | None, kind: Any, path: str) -> dict[str, Any]:
         name = name.replace("-", "_")
         if not equals or name not in hints:
             raise refused(path, part, f"is not one of {', '.join(hints)} with its value")
-        found[name] = read(hints[name], _typed(value), f"{path}.{name}")
+        found[name] = read(hints[name], typed(value), f"{path}.{name}")
     return found
 
 
@@ -127,7 +132,7 @@ def sizes(given: tuple[str, ...], path: str) -> dict[str, list[int]]:
     return found
 
 
-def _typed(text: str) -> Any:
+def typed(text: str) -> Any:
     for kind in (int, float):
         try:
             return kind(text)

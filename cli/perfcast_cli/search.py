@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from perfcast_client.client import Questions
 from perfcast_client.config import EngineConfig
 from perfcast_client.deployments import SearchProgress, SearchResult
 from perfcast_client.search import SearchTask, Space, Targets
@@ -48,6 +49,8 @@ search_options = options.options(
     click.option("--top", default=5, show_default=True, help="deployments to show of each experiment"),
     click.option("--rows", "max_rows", default=0, help="also write this many rows of each experiment"),
     click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="write CSV, JSON, PNG and HTML there"),
+    click.option("--deploy", metavar="TARGET", help="also write the files that deploy the best, into --out/TARGET"),
+    options.file_options,
     click.option("--plot/--no-plot", default=True, help="draw the fronts"),
     click.option("--deadline", type=float, default=60.0, show_default=True, help="seconds"),
 )
@@ -55,6 +58,8 @@ search_options = options.options(
 
 def task_of(given: dict[str, Any], **fields: Any) -> SearchTask:
     """The search that the options describe."""
+    if given["deploy"] and given["out"] is None:
+        raise click.UsageError("--deploy needs --out")
     engine = options.engine_fields(given)
     backends = given["backends"] or BACKENDS
     config = EngineConfig(**engine, backend=backends[0])
@@ -91,9 +96,10 @@ def search(
 ) -> None:
     """Find the best deployments under latency targets: aggregated and disaggregated, on every backend."""
     task = task_of(given, total_gpus=gpus, autoscale=autoscale, objective=objective or "")
-    with closing(connected(server, data).search(task, given["deadline"])) as events:
+    asked = connected(server, data)
+    with closing(asked.search(task, given["deadline"])) as events:
         result = watched(events)
-    _finish(result, given)
+    _finish(result, given, asked)
 
 
 @click.command()
@@ -112,14 +118,15 @@ def recommend(
 ) -> None:
     """Find the fewest GPUs that carry a load under latency targets."""
     given["database_mode"] = given["database_mode"] or "hybrid"
-    result = connected(server, data).recommend(
+    asked = connected(server, data)
+    result = asked.recommend(
         task_of(given),
         requests_per_s=requests_per_s,
         concurrency=concurrency,
         max_gpus=max_gpus,
         deadline_s=given["deadline"],
     )
-    _finish(result, given, f"{requests_per_s:g} requests/s" if requests_per_s else f"{concurrency:g} in flight")
+    _finish(result, given, asked, f"{requests_per_s:g} requests/s" if requests_per_s else f"{concurrency:g} in flight")
 
 
 def watched(events: Generator[SearchProgress | SearchResult, None, None], title: str = "") -> SearchResult:
@@ -151,20 +158,28 @@ def _last(
     raise AssertionError("a search ends with its result")
 
 
-def _finish(result: SearchResult, given: dict[str, Any], load: str = "") -> None:
+def _finish(result: SearchResult, given: dict[str, Any], asked: Questions, load: str = "") -> None:
     """Print, write, and exit with 1 where nothing meets the targets."""
     if given["json_"]:
         as_json(result.to_dict())
     else:
         shown.search_result(result, given["plot"], load)
     if given["out"] is not None:
-        from perfcast_cli.report import SEARCH, write
+        from perfcast_cli import report
 
-        for path in write(given["out"], {SEARCH: result}):
+        for path in report.write(given["out"], {report.SEARCH: result}):
             click.echo(f"wrote {path}", err=True)
-        if result.eligible:
-            index = [e.name for e in result.experiments for _ in e.picks].index(result.best)
-            words = f"--row {given['out'] / 'best.csv'} --index {index} --target dynamo --out deploy"
-            click.echo(f"deploy the best: perfcast generate {words}", err=True)
+        found = result.experiment(result.best)
+        if result.eligible and found is not None and found.best is not None:
+            if given["deploy"]:
+                from perfcast_deploy.bundle import write
+
+                from perfcast_cli.generate import Chosen, show
+
+                made = Chosen.of_search(result, found, found.best).files(asked, given["deploy"], given)
+                show(made, write(made.files, given["out"] / given["deploy"]), err=True)
+            else:
+                words = f"--search {given['out'] / 'result.json'} --target dynamo --out deploy"
+                click.echo(f"deploy the best: perfcast generate {words}", err=True)
     if not result.eligible:
         raise click.exceptions.Exit(1)

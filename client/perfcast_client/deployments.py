@@ -11,6 +11,7 @@ from perfcast.v1 import search_pb2, serving_pb2
 from perfcast_client import serving
 from perfcast_client.config import EngineConfig, enum_word
 from perfcast_client.errors import PerfcastError, from_detail
+from perfcast_client.record import read
 from perfcast_client.results import EngineStamp, OperatorLatency, Provenance, Result, word
 
 T = TypeVar("T", bound=Result)
@@ -268,8 +269,8 @@ class Experiment(Result):
     def best(self) -> Deployment | None:
         return self.picks[0] if self.picks else None
 
-    def configuration(self, row: Deployment) -> serving.Aggregated | serving.Disaggregated:
-        """One of this experiment's deployments as something to estimate or to generate files for."""
+    def configuration(self, row: Deployment, of: SearchResult) -> serving.Aggregated | serving.Disaggregated:
+        """A deployment of this experiment, ``of`` that search, as something to estimate or to generate files for."""
         if row.iterations is not None:
             (group,) = row.workers
             engine = self.engines[group.engine].config
@@ -278,7 +279,8 @@ class Experiment(Result):
             serving.Pool(engine=self.engines[g.engine].config, batch=g.batch_per_rank, workers=g.workers_total)
             for g in row.workers
         )
-        return serving.Disaggregated(prefill=prefill, decode=decode)
+        joined: dict[str, Any] = {"kv_transfer": of.kv_transfer, "matching": of.matching}
+        return serving.Disaggregated(prefill=prefill, decode=decode, **joined)
 
     @classmethod
     def of(cls, m: search_pb2.Experiment) -> Experiment:
@@ -311,28 +313,51 @@ class SearchResult(Result):
     best: str
     closest: str
     profile: str
-    isl: int
-    osl: int
-    prefix: int
+    workload: serving.Workload
     ttft_ms: float
     tpot_ms: float
     request_latency_ms: float
     total_gpus: int
+    limits: serving.Limits
+    nextn_accepted: float
+    matching: serving.Matching
+    kv_transfer: serving.KvTransfer | None
 
     def experiment(self, name: str) -> Experiment | None:
         return next((e for e in self.experiments if e.name == name), None)
 
+    @property
+    def isl(self) -> int:
+        return self.workload.isl
+
+    @property
+    def osl(self) -> int:
+        return self.workload.osl
+
+    @property
+    def prefix(self) -> int:
+        return self.workload.prefix
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SearchResult:
+        """The inverse of ``to_dict``, but for the refused mappings, which are left out."""
+        told = dict(values) if isinstance(values, Mapping) else {}
+        if isinstance(told.get("experiments"), list):
+            told["experiments"] = [e | {"refused": ()} if isinstance(e, dict) else e for e in told["experiments"]]
+        return read(cls, told, "")  # type: ignore[no-any-return]
+
     @classmethod
     def of(cls, m: search_pb2.SearchResult) -> SearchResult:
-        load, targets = m.workload, m.targets
+        targets = m.targets
         return plain(
             cls,
             m,
             experiments=tuple(map(Experiment.of, m.experiments)),
             profile=enum_word("profile", m.profile),
-            isl=load.isl_tokens,
-            osl=load.osl_tokens,
-            prefix=load.prefix_tokens,
+            workload=serving.Workload.of(m.workload),
+            limits=serving.Limits.of(m.limits),
+            matching=serving.Matching.of(m.matching),
+            kv_transfer=serving.KvTransfer.of(m.kv_transfer) if m.HasField("kv_transfer") else None,
             ttft_ms=targets.ttft_ms,
             tpot_ms=targets.tpot_ms,
             request_latency_ms=targets.request_latency_ms,

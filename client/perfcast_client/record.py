@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
@@ -32,6 +32,21 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def of(cls, message: Any) -> Self:
+        """The inverse of ``put``, for records of numbers and records; what is not set takes its default."""
+        told: dict[str, Any] = {}
+        hints = get_type_hints(cls)
+        for item in fields(cls):
+            name, hint = item.metadata.get("wire", item.name), hints[item.name]
+            value = getattr(message, name)
+            kinds = [kind for kind in get_args(hint) or (hint,) if isinstance(kind, type) and issubclass(kind, Record)]
+            if kinds and message.HasField(name):
+                told[item.name] = kinds[0].of(value)
+            elif not kinds and (value or item.default is MISSING):
+                told[item.name] = value
+        return cls(**told)
 
     def put(self, message: Any, path: str = "", inline: bool = False) -> Any:
         """Fill ``message``, refusing what its fields cannot hold. ``inline``: no engine by its handle."""
@@ -109,7 +124,7 @@ def read(kind: Any, value: Any, path: str) -> Any:
         if not isinstance(value, Mapping):
             raise refused(path, value, "is not a mapping")
         return {name: read(get_args(kind)[1], item, f"{path}.{name}") for name, item in value.items()}
-    if isinstance(kind, type) and issubclass(kind, Record | EngineConfig):
+    if isinstance(kind, type) and is_dataclass(kind):
         return value if isinstance(value, kind) else _read_members(kind, value, path)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from perfcast_deploy import pods
 from perfcast_deploy.deployment import Deployment
-from perfcast_deploy.emit import env_list, render, yaml_text
+from perfcast_deploy.emit import manifest_text, render
 from perfcast_deploy.flags import argv
 from perfcast_deploy.plan import Plan
 
 ROUNDS = 20
 RESULT = "result.json"
+Flags = dict[str, Any]
 
 
-def _vllm(d: Deployment) -> tuple[list[str], dict[str, Any]]:
-    own = {
+def _vllm(d: Deployment) -> Flags:
+    return {
         "backend": "openai",
         "endpoint": "/v1/completions",
         "dataset-name": "random",
@@ -27,19 +29,17 @@ def _vllm(d: Deployment) -> tuple[list[str], dict[str, Any]]:
         "save-result": True,
         "result-filename": RESULT,
     }
-    return ["vllm", "bench", "serve"], own
 
 
-def _trtllm(d: Deployment) -> tuple[list[str], dict[str, Any]]:
-    own = _vllm(d)[1]
+def _trtllm(d: Deployment) -> Flags:
     # without random-ids the client samples a dataset that it would have to download
-    return ["python3", "-m", "tensorrt_llm.serve.scripts.benchmark_serving"], own | {"random-ids": True}
+    return _vllm(d) | {"random-ids": True}
 
 
-def _sglang(d: Deployment) -> tuple[list[str], dict[str, Any]]:
-    own: dict[str, Any] = {"backend": "sglang-oai", "output-file": RESULT}
+def _sglang(d: Deployment) -> Flags:
+    own: Flags = {"backend": "sglang-oai", "output-file": RESULT}
     if d.workload.prefix:  # one shared prefix for all prompts
-        own |= {
+        return own | {
             "dataset-name": "generated-shared-prefix",
             "gsp-num-groups": 1,
             "gsp-prompts-per-group": d.concurrency * ROUNDS,
@@ -47,60 +47,46 @@ def _sglang(d: Deployment) -> tuple[list[str], dict[str, Any]]:
             "gsp-question-len": d.workload.isl - d.workload.prefix,
             "gsp-output-len": d.workload.osl,
         }
-    else:  # the client draws lengths from ratio * length up to length: 1 keeps them exact
-        own |= {
-            "dataset-name": "random-ids",
-            "random-input-len": d.workload.isl,
-            "random-output-len": d.workload.osl,
-            "random-range-ratio": 1.0,
-        }
-    return ["python3", "-m", "sglang.bench_serving"], own
+    lengths = {"random-input-len": d.workload.isl, "random-output-len": d.workload.osl}
+    # the client draws lengths from ratio * length up to length: 1 keeps them exact
+    return own | {"dataset-name": "random-ids", **lengths, "random-range-ratio": 1.0}
 
 
-CLIENTS: Mapping[str, Callable[[Deployment], tuple[list[str], dict[str, Any]]]] = {
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "trtllm": _trtllm,
+CLIENTS: Mapping[str, tuple[list[str], Callable[[Deployment], Flags]]] = {
+    "vllm": (["vllm", "bench", "serve"], _vllm),
+    "sglang": (["python3", "-m", "sglang.bench_serving"], _sglang),
+    "trtllm": (["python3", "-m", "tensorrt_llm.serve.scripts.benchmark_serving"], _trtllm),
 }
 
 
 def client_command(d: Deployment, url: str) -> list[str]:
     """The benchmark client's command line against the service at ``url``."""
-    command, own = CLIENTS[d.backend](d)
-    shared = {
+    command, own = CLIENTS[d.backend]
+    flags = {
         "base-url": url,
         "model": d.served_name,
         "tokenizer": d.model,
         "max-concurrency": d.concurrency,
         "num-prompts": d.concurrency * ROUNDS,
         "seed": 100,
-    }
-    return command + argv({name: value for name, value in (shared | own).items() if value is not None})
+    } | own(d)
+    return command + argv({name: value for name, value in flags.items() if value is not None})
 
 
 def job(d: Deployment, plan: Plan, url: str) -> str:
     """A Kubernetes Job that runs the client in the engine's image (nothing is installed at start)."""
-    metadata = {"name": f"{plan.name}-benchmark"} | ({"namespace": plan.namespace} if plan.namespace else {})
+    volumes, mounts = pods.mounted(plan, ("results", {"emptyDir": {}}, "/results"))
     container: dict[str, Any] = {
         "name": "client",
         "image": plan.image,
         "command": client_command(d, url),
         "workingDir": "/results",
     }
-    container["volumeMounts"] = [{"name": "results", "mountPath": "/results"}]
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "containers": [container],
-        "volumes": [{"name": "results", "emptyDir": {}}],
-    }
-    if plan.pvc:
-        pod["volumes"].append({"name": "model-cache", "persistentVolumeClaim": {"claimName": plan.pvc[0]}})
-        container["volumeMounts"].append({"name": "model-cache", "mountPath": plan.pvc[1]})
-        container["env"] = env_list({"HF_HOME": plan.pvc[1]})
-    if plan.pull_secret:
-        pod["imagePullSecrets"] = [{"name": plan.pull_secret}]
+    container |= {"env": pods.environment(plan, {}), "volumeMounts": mounts}
+    pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [container], "volumes": volumes}
+    pod["imagePullSecrets"] = pods.pull_secrets(plan)
     spec = {"backoffLimit": 0, "template": {"spec": pod}}
-    return yaml_text({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec})
+    return manifest_text(pods.document("batch/v1", "Job", f"{plan.name}-benchmark", plan.namespace, spec=spec))
 
 
 def script(d: Deployment, url: str) -> str:

@@ -19,7 +19,7 @@ from perfcast_deploy import bench, commands, dynamo, fpm, llmd
 from perfcast_deploy.catalog import data_file, system_facts, transport_facts, version_key
 from perfcast_deploy.deployment import OWN_ENV, Deployment, Facts, decode
 from perfcast_deploy.plan import plan_of
-from perfcast_deploy.policy import Change, apply, as_rows
+from perfcast_deploy.policy import Change, apply
 from perfcast_deploy.readback import READERS
 from perfcast_deploy.validate import read_json, require_valid, well_formed
 
@@ -85,7 +85,7 @@ def generate(
         "target": target,
         "policy": policy,
         "assumed": _assumed(deployed),
-        "changes": as_rows(changes),
+        "changes": [asdict(change) for change in changes],
         "predicted_as_deployed": predicted,
         "notes": notes,
         "files": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(texts.items())},
@@ -135,7 +135,7 @@ def _write_target(d: Deployment, target: str) -> dict[str, str]:
         url = f"http://{plan.name}-frontend:{plan.port}"
         return dynamo.files(plan) | {"k8s_bench.yaml": bench.job(d, plan, url)}
     llmd.refuse(plan, target)
-    written = {"llm-d-values.yaml": llmd.values(plan)} if target == "llm-d-helm" else llmd.kustomize(plan, {})
+    written = llmd.helm(plan) if target == "llm-d-helm" else llmd.kustomize(plan)
     return written | {"k8s_bench.yaml": bench.job(d, plan, d.cluster.gateway or llmd.GATEWAYS[d.mode])}
 
 
@@ -239,14 +239,17 @@ def read(directory: Path) -> dict[str, bytes]:
     }
 
 
-def write(bundle: Bundle, directory: Path) -> Path:
-    """Write all files into a new directory, or none. Raises DirectoryExists."""
+def write(files: Mapping[str, bytes], directory: Path) -> Path:
+    """Write all files into a new directory, or none. Raises DirectoryExists, InvalidField for a path out of it."""
+    for name in files:
+        if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise InvalidField("files", f"{name!r:.80} lies outside of its directory", "path")
     if directory.exists():
         raise DirectoryExists(f"{directory} exists; files are written into a new directory", path=str(directory))
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        for name, data in bundle.files.items():
+        for name, data in files.items():
             path = staging / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)

@@ -64,6 +64,12 @@ def system_facts(system: str, *, reference: bool = False) -> dict[str, Any]:
     }
 
 
+def system_of(selector: Mapping[str, str]) -> str | None:
+    """The system whose nodes a selector asks for."""
+    known = ((name, system_facts(name)["selector"].items()) for name in catalog()["systems"])
+    return next((name for name, wanted in known if wanted <= selector.items()), None)
+
+
 def transport_facts(transport: str) -> Mapping[str, Any]:
     """Environment and pod needs of a KV transport between workers."""
     known = catalog()["transports"]

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from perfcast_engine.config import EngineConfig
 from perfcast_engine.errors import UnsupportedCombination
 from perfcast_engine.models.resolve import Engine
 from perfcast_engine.search.task import AGGREGATED, Experiment, SearchTask
@@ -23,6 +22,7 @@ from perfcast_engine.serving.estimate import (
 )
 from perfcast_engine.serving.workload import NO_TRANSFER, KvTransfer, Workload
 
+from perfcast_deploy.bundle import Bundle, generate
 from perfcast_deploy.deployment import Deployment, Facts, Predicted, Role
 from perfcast_deploy.deployment import Workload as Load
 
@@ -93,6 +93,11 @@ class Choice:
         prefill, decode = self.pools["prefill"], self.pools["decode"]
         return estimate_disaggregated(prefill, decode, self.load, self.matching, self.kv_transfer)
 
+    def bundle(self, target: str, policy: str = "as_predicted", **settings: Any) -> Bundle:
+        """The files for ``target``, held against the model and the memory, and predicted again where changed."""
+        facts, made = self.facts(), self.deployment(**settings)
+        return generate(made, target, policy, facts=facts, predict=lambda changed: self.deployed(changed, facts))
+
     def deployment(self, **settings: Any) -> Deployment:
         """All that was assumed, with the figures that all replicas reach. ``settings``: further fields of Deployment,
         and those of SETTINGS for every role.
@@ -121,6 +126,7 @@ class Choice:
             "quant": _modes(engines),
         } | {name: value for name, value in settings.items() if value is not None}
         _check_checkpoint(first, told["model"])
+        accepted = list(self.pools.values())[-1].limits.accepted
         return Deployment(
             backend=config.backend,
             system=config.system,
@@ -128,19 +134,19 @@ class Choice:
             workload=Load(isl=self.load.isl, osl=self.load.osl, prefix=self.load.prefix),
             is_moe=first.spec.moe.experts > 1,
             nextn=first.nextn,
-            predicted=Predicted(**self.metrics(found), profile=found.profile, basis=_basis(config)),
+            predicted=Predicted(
+                **self.metrics(found), profile=found.profile, accepted=accepted, basis=_basis(first, told)
+            ),
             **told,
         )
 
     def metrics(self, found: Estimate) -> dict[str, Any]:
-        """Figures of all replicas under the names of ``Predicted``."""
+        """Figures of all replicas under the names of ``Predicted``, in six digits: equal on every machine."""
         row = found.rows.row(0)
-        return {
-            "concurrency": int(row["concurrency"]) * self.replicas,
-            "ttft_ms": row["ttft_ms"],
-            "tpot_ms": row["tpot_ms"] or None,
-            "output_tokens_per_s": row["tokens_per_s"] * self.replicas,
-        }
+        tpot, rate = row["tpot_ms"] or None, row["tokens_per_s"] * self.replicas
+        figures = {"ttft_ms": row["ttft_ms"], "tpot_ms": tpot, "output_tokens_per_s": rate}
+        short = {name: value and float(f"{value:.6g}") for name, value in figures.items()}
+        return {"concurrency": int(row["concurrency"]) * self.replicas, **short}
 
     def _role(self, name: str, pool: Pool, fraction: float, told: Mapping[str, Any]) -> Role:
         engine, load, batch, sizes = _engine(pool), self.load, pool.batch, pool.worker.parallel
@@ -253,6 +259,17 @@ def _check_checkpoint(engine: Engine, model: str) -> None:
             )
 
 
-def _basis(config: EngineConfig) -> dict[str, str]:
-    """What else the prediction rests on, in words."""
-    return {"database_mode": str(config.database_mode), "transfer_policy": config.transfer_policy}
+def _basis(engine: Engine, told: Mapping[str, Any]) -> dict[str, str]:
+    """What else the engine was asked with, in the words of EngineConfig."""
+    config, quant = engine.config, engine.config.quant
+    given = {
+        "model": engine.spec.id if told["model"] != engine.spec.id else None,
+        "version": engine.db.version if told["version"] != engine.db.version else None,
+        "database_mode": config.database_mode.lower(),
+        "transfer_policy": config.transfer_policy,
+        "resolution": config.resolution,
+        "attention_backend": config.attention_backend,
+        "moe_backend": config.moe_backend,
+        **{f"{name}_quant": getattr(quant, name) for name in ("gemm", "moe", "kv_cache", "fmha", "comm")},
+    }
+    return {name: value for name, value in given.items() if value is not None}

@@ -60,13 +60,17 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What was predicted at ``concurrency`` requests in flight (whole deployment); with which profile and data."""
+    """What was predicted at ``concurrency`` requests in flight in all, with ``accepted`` draft tokens a step.
+
+    ``basis``: what the predicted engine was asked with, beside what the deployment says, in the words of EngineConfig.
+    """
 
     concurrency: int | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     output_tokens_per_s: float | None = None
     profile: str | None = None
+    accepted: float = 0.0
     basis: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -196,7 +200,7 @@ def _check(d: Deployment) -> None:
     if not 1 <= d.port <= 65535 or d.nextn < 0:
         raise InvalidField("port" if d.nextn >= 0 else "nextn", "out of range", "range")
     for name, value in asdict(d.predicted).items():
-        if isinstance(value, int | float) and not (math.isfinite(value) and value > 0):
+        if isinstance(value, int | float) and not (math.isfinite(value) and (value > 0 or name == "accepted")):
             raise InvalidField(f"predicted.{name}", f"{value} is not a positive finite number", "range")
     for role in d.roles:
         _check_role(d, role)

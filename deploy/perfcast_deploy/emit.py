@@ -38,6 +38,17 @@ def yaml_text(*documents: Any) -> str:
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=4096)
 
 
+def manifest_text(*documents: Any) -> str:
+    """``yaml_text`` without the fields that are None."""
+    return yaml_text(*map(_pruned, documents))
+
+
+def _pruned(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {name: _pruned(value) for name, value in tree.items() if value is not None}
+    return [_pruned(value) for value in tree] if isinstance(tree, list) else tree
+
+
 @cache
 def _environment() -> Any:
     import jinja2  # late, so that a server starts at once

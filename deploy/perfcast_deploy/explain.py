@@ -40,6 +40,7 @@ def _facts(found: Found, is_moe: bool | None) -> dict[str, Any]:
     return {
         "backend": found.backend,
         "version": version,
+        "system": found.top.get("system"),
         "model": found.top.get("model"),
         "served_name": found.top.get("served_name"),
         "mode": "agg" if "agg" in roles else "disagg",

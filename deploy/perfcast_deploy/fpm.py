@@ -11,11 +11,11 @@ from typing import Any
 
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
 
-from perfcast_deploy import flags as flag_table
+from perfcast_deploy import pods
 from perfcast_deploy.catalog import backend_facts
-from perfcast_deploy.dynamo import compute_domain
-from perfcast_deploy.emit import render, yaml_text
-from perfcast_deploy.plan import Plan, Worker, fabric
+from perfcast_deploy.emit import manifest_text, render
+from perfcast_deploy.flags import argv, read_argv, typed
+from perfcast_deploy.plan import Plan, Worker
 
 OWNED = (
     *("nnodes", "node-rank", "master-addr", "master-port", "headless", "data-parallel-size-local"),
@@ -39,123 +39,95 @@ def files(plan: Plan) -> dict[str, str]:
     for worker in plan.workers:
         folder = f"{worker.role}/" if plan.mode == "disagg" else ""
         named = replace(plan, name=f"{plan.name}-{worker.role}")
-        written |= {
-            f"{folder}{name}": text
-            for name, text in role_files(named, worker, ["--benchmark-mode", worker.role], "lws").items()
-        }
+        made = role_files(named, worker, ["--benchmark-mode", worker.role], "lws")
+        written |= {f"{folder}{name}": text for name, text in made.items()}
     return written
 
 
 def role_files(plan: Plan, worker: Worker, extra: Sequence[str], orchestrator: str) -> dict[str, str]:
     """Manifest, environment and script that collect one worker."""
-    if orchestrator not in ("lws", "grove"):
-        raise InvalidField("K8sConfig.fpm_orchestrator", f"{orchestrator!r} is neither lws nor grove", "choice")
-    if worker.gpus % worker.nodes:
-        raise InvalidField("roles", f"{worker.gpus} GPUs do not divide over {worker.nodes} nodes", "nodes")
-    if worker.nodes > 1 and len(plan.name) > 50:
-        raise InvalidField("cluster.name", "is longer than 50 characters on several nodes", "name")
-    data, given = worker.parallel[2], flag_table.read_argv("vllm", extra)[0]
+    data, nodes, given = worker.parallel[2], worker.nodes, read_argv("vllm", extra)[0]
+    _check(plan, worker, orchestrator, given)
     output = str(given.get("benchmark-output-path", OUTPUT))
-    name = output.rpartition("/")[2]
-    if not (name.startswith("benchmark") and name.endswith(".json")):
-        raise InvalidField(
-            "benchmark-output-path", f"{output} is not named benchmark*.json, which collectors look for", "name"
-        )
-    if data > 1 and data % worker.nodes:
-        raise InvalidField("roles", f"{data} data-parallel ranks do not divide over {worker.nodes} nodes", "nodes")
     domain = plan.compute_domain and "NCCL_MNNVL_ENABLE" in worker.env
     flags = {"model": plan.model, "served-model-name": plan.served_name} | dict(worker.flags)
     if data > 1:
         flags["data-parallel-backend"] = "mp"
-    if worker.nodes > 1 and not domain:
+    if nodes > 1 and not domain:
         fusion = {"pass_config": {"fuse_allreduce_rms": False}}
         flags["compilation-config"] = flags.get("compilation-config", {}) | fusion
-    node = "__FPM_NODE_RANK__" if worker.nodes > 1 else "0"
-    own = {"dump-config-to": f"/results/resolved-config-node{node}.json", "benchmark-output-path": output}
+    rank = "__FPM_NODE_RANK__" if nodes > 1 else "0"
+    own = {"dump-config-to": f"/results/resolved-config-node{rank}.json", "benchmark-output-path": output}
     own = {name: value for name, value in own.items() if name not in given}
-    command = ["python3", "-m", backend_facts("vllm")["module"], *flag_table.argv(flags), *extra, *flag_table.argv(own)]
     limit = given.get("benchmark-timeout")
-    wait = 7800 if limit is None else flag_table.typed("benchmark-timeout", "int", limit) + 600
     exports = {
-        "FPM_NODE_COUNT": worker.nodes,
+        "FPM_NODE_COUNT": nodes,
         "FPM_DATA_PARALLEL_SIZE": data,
-        "FPM_LOCAL_DATA_PARALLEL_SIZE": max(data // worker.nodes, 1),
+        "FPM_LOCAL_DATA_PARALLEL_SIZE": max(data // nodes, 1),
         "FPM_BENCHMARK_MODE": given["benchmark-mode"],
         "FPM_BENCHMARK_OUTPUT_PATH": output,
-        "FPM_WAIT_TIMEOUT_SECONDS": wait,
+        "FPM_WAIT_TIMEOUT_SECONDS": 7800 if limit is None else typed("benchmark-timeout", "int", limit) + 600,
         "FPM_RESULT_SCHEMA_VERSION": 2,
     }
-    documents = ([compute_domain(plan)] if domain else []) + [_resource(plan, worker, orchestrator, domain)]
+    command = ["python3", "-m", backend_facts("vllm")["module"], *argv(flags), *extra, *argv(own)]
+    env = ({"HF_HOME": plan.pvc[1]} if plan.pvc else {}) | dict(worker.env)
+    domains = [pods.compute_domain(plan)] if domain else []
     return {
-        "k8s_deploy.yaml": yaml_text(*documents),
+        "k8s_deploy.yaml": manifest_text(*domains, _resource(plan, worker, orchestrator, domain)),
         "fpm_env.sh": render("fpm_env.sh.j2", exports=exports),
-        "run.sh": render(
-            "fpm_run.sh.j2",
-            env=({"HF_HOME": plan.pvc[1]} if plan.pvc else {}) | dict(worker.env),
-            output=output,
-            command=command,
-        ),
+        "run.sh": render("fpm_run.sh.j2", env=env, output=output, command=command),
     }
+
+
+def _check(plan: Plan, worker: Worker, orchestrator: str, given: dict[str, Any]) -> None:
+    if orchestrator not in ("lws", "grove"):
+        raise InvalidField("K8sConfig.fpm_orchestrator", f"{orchestrator!r} is neither lws nor grove", "choice")
+    for what, count in (("GPUs", worker.gpus), ("data-parallel ranks", worker.parallel[2])):
+        if count > 1 and count % worker.nodes:
+            raise InvalidField("roles", f"{count} {what} do not divide over {worker.nodes} nodes", "nodes")
+    if worker.nodes > 1 and len(plan.name) > 50:
+        raise InvalidField("cluster.name", "is longer than 50 characters on several nodes", "name")
+    name = str(given.get("benchmark-output-path", OUTPUT)).rpartition("/")[2]
+    if not (name.startswith("benchmark") and name.endswith(".json")):
+        raise InvalidField("benchmark-output-path", f"{name} is not benchmark*.json, what collectors look for", "name")
 
 
 def _resource(plan: Plan, worker: Worker, orchestrator: str, domain: bool) -> dict[str, Any]:
     labels = {"app.kubernetes.io/name": plan.name, "app.kubernetes.io/component": "fpm-resource"}
-    pod, metadata = _pod(plan, worker, domain), {"name": plan.name, "labels": labels}
-    if plan.namespace:
-        metadata["namespace"] = plan.namespace
-    if worker.nodes == 1:
-        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
+    pod, size, named = _pod(plan, worker, domain), worker.nodes, (plan.name, plan.namespace, labels)
+    if size == 1:
+        return pods.document("v1", "Pod", *named, spec=pod)
     if orchestrator == "lws":
-        group = {
-            "size": worker.nodes,
-            "restartPolicy": "None",
-            "workerTemplate": {"metadata": {"labels": labels}, "spec": pod},
-        }
+        worker_template = {"metadata": {"labels": labels}, "spec": pod}
+        group = {"size": size, "restartPolicy": "None", "workerTemplate": worker_template}
         spec: dict[str, Any] = {"replicas": 1, "leaderWorkerTemplate": group}
-        return {
-            "apiVersion": "leaderworkerset.x-k8s.io/v1",
-            "kind": "LeaderWorkerSet",
-            "metadata": metadata,
-            "spec": spec,
-        }
-    clique = {"roleName": "worker", "replicas": worker.nodes, "minAvailable": worker.nodes, "podSpec": pod}
+        return pods.document("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", *named, spec=spec)
+    clique = {"roleName": "worker", "replicas": size, "minAvailable": size, "podSpec": pod}
     template = {
         "cliqueStartupType": "CliqueStartupTypeAnyOrder",
         "headlessServiceConfig": {"publishNotReadyAddresses": True},
         "cliques": [{"name": "worker", "labels": labels, "spec": clique}],
     }
-    spec = {"replicas": 1, "template": template}
-    return {"apiVersion": "grove.io/v1alpha1", "kind": "PodCliqueSet", "metadata": metadata, "spec": spec}
+    return pods.document("grove.io/v1alpha1", "PodCliqueSet", *named, spec={"replicas": 1, "template": template})
 
 
 def _pod(plan: Plan, worker: Worker, domain: bool) -> dict[str, Any]:
     gpus = worker.gpus // worker.nodes
     share = {"cpu": str(CPUS_PER_GPU * gpus), "memory": f"{MEMORY_GIB_PER_GPU * gpus}Gi"}
-    resources: dict[str, Any] = {"limits": {"nvidia.com/gpu": str(gpus)} | share, "requests": share}
-    volumes: list[dict[str, Any]] = [{"name": "results", "emptyDir": {}}]
-    mounts = [{"name": "results", "mountPath": "/results"}]
-    if worker.shared_memory:
-        volumes.append({"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": worker.shared_memory}})
-        mounts.append({"name": "dshm", "mountPath": "/dev/shm"})
-    if plan.pvc:
-        volumes.append({"name": "model-cache", "persistentVolumeClaim": {"claimName": plan.pvc[0]}})
-        mounts.append({"name": "model-cache", "mountPath": plan.pvc[1]})
-    pod: dict[str, Any] = dict(plan.placement)
-    if plan.pull_secret:
-        pod["imagePullSecrets"] = [{"name": plan.pull_secret}]
-    if domain:
-        claim = "compute-domain-channel"
-        resources["claims"] = [{"name": claim}]
-        pod["resourceClaims"] = [{"name": claim, "resourceClaimTemplateName": f"{plan.name}-{claim}"}]
-    fabric_resources, security, shared = fabric(plan, gpus)
-    resources["limits"] |= fabric_resources
+    memory = {"emptyDir": {"medium": "Memory", "sizeLimit": worker.shared_memory}}
+    shm = [("dshm", memory, "/dev/shm")] if worker.shared_memory else []
+    volumes, mounts = pods.mounted(plan, ("results", {"emptyDir": {}}, "/results"), *shm)
+    resources, security, shared = pods.fabric(plan, gpus)
+    claims, pod_claims = pods.claims(plan, domain)
     container = {
         "name": "fpm-resource",
         "image": plan.image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["/bin/bash", "-lc"],
         "args": ["exec sleep infinity"],
-        "resources": resources,
+        "resources": {"limits": {"nvidia.com/gpu": str(gpus)} | share | resources, "requests": share, "claims": claims},
         "volumeMounts": mounts,
+        **security,
     }
-    return pod | shared | {"volumes": volumes, "containers": [container | security], "restartPolicy": "Always"}
+    pod = {**plan.placement, "imagePullSecrets": pods.pull_secrets(plan), "resourceClaims": pod_claims, **shared}
+    return pod | {"volumes": volumes, "containers": [container], "restartPolicy": "Always"}

@@ -73,19 +73,6 @@ class Plan:
     frontend_pod: Mapping[str, Any] = field(default_factory=dict)
 
 
-def fabric(plan: Plan, gpus: int) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
-    """What a KV transport asks of a pod with ``gpus``: (resources, container fields, pod fields)."""
-    wants = plan.transport
-    resources = {wants["resource"]: str(gpus)} if wants.get("resource") else {}
-    container: dict[str, Any] = {}
-    if wants.get("capabilities"):
-        security = {"capabilities": {"add": wants["capabilities"]}} | (
-            {"privileged": True} if wants.get("privileged") else {}
-        )
-        container = {"securityContext": security}
-    return resources, container, {"hostIPC": True} if wants.get("host_ipc") else {}
-
-
 def round_up(value: int, step: int) -> int:
     return step * math.ceil(value / step)
 

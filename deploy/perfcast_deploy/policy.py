@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,14 +15,14 @@ from perfcast_deploy.flags import params_of
 from perfcast_deploy.plan import default_image, round_up
 
 POLICIES = ("as_predicted", "headroom")
+OBJECTS = ("name", "namespace", "image", "pull_secret", "pvc", "pvc_mount", "env", "transport", "gpus_per_node")
 CLUSTER_FIELDS = {  # what a target has a place for; the rest falls back to its default
-    "engine": ("hosts", "env"),
-    "dynamo": ("name", "namespace", "image", "pull_secret", "pvc", "pvc_mount", "env"),
-    "llm-d-helm": ("image", "env", "gateway"),
-    "llm-d-kustomize": ("name", "namespace", "image", "env", "gateway"),
-    "fpm": ("name", "namespace", "image", "pull_secret", "pvc", "pvc_mount", "env"),
+    "engine": ("hosts", "env", "transport", "gpus_per_node"),
+    "dynamo": OBJECTS,
+    "llm-d-helm": ("image", "env", "gateway", "transport", "gpus_per_node"),
+    "llm-d-kustomize": ("name", "namespace", "image", "env", "gateway", "transport", "gpus_per_node"),
+    "fpm": OBJECTS,
 }
-ALWAYS = ("transport", "gpus_per_node")
 
 
 @dataclass(frozen=True)
@@ -51,70 +51,45 @@ def slack(d: Deployment) -> int:
     return max(256, d.workload.isl // 20)
 
 
-def _nominal(d: Deployment) -> int:
+def _length(d: Deployment) -> int:
     return d.workload.isl + d.workload.osl
 
 
+def _burst(d: Deployment, r: Role) -> int:
+    return 512 if r.max_batch < 512 else 2 * r.max_batch
+
+
+def _beside_decodes(d: Deployment, r: Role) -> int:
+    return max(r.max_tokens, round_up(d.workload.isl + 1500 + (r.max_batch if r.name == "agg" else 0), 32))
+
+
+def _unchunked(r: Role, least: int) -> int:
+    return r.max_tokens if r.chunked_prefill else max(r.max_tokens, least)
+
+
 ALL, ANY = "agg prefill decode", "vllm sglang trtllm"
+# fmt: off
 HEADROOM = (
-    Step(
-        "max_batch",
-        "vllm sglang",
-        "agg decode",
-        lambda d, r: 512 if r.max_batch < 512 else 2 * r.max_batch,
-        "admit bursts beyond the predicted batch",
-    ),
-    Step(
-        "max_seq_len", ANY, ALL, lambda d, r: max(r.max_seq_len, _nominal(d) + 1500), "requests longer than predicted"
-    ),
-    Step(
-        "max_tokens",
-        ANY,
-        "agg prefill",
-        lambda d, r: max(r.max_tokens, round_up(d.workload.isl + 1500 + (r.max_batch if r.name == "agg" else 0), 32)),
-        "prompts longer than predicted beside a full decode batch",
-    ),
-    Step(
-        "max_tokens",
-        ANY,
-        "decode",
-        lambda d, r: max(r.max_tokens, r.max_batch * (d.nextn + 1)),
-        "a full decode batch in one step",
-    ),
+    Step("max_batch", "vllm sglang", "agg decode", _burst, "admit bursts beyond the predicted batch"),
+    Step("max_seq_len", ANY, ALL, lambda d, r: max(r.max_seq_len, _length(d) + 1500),
+         "requests longer than predicted"),
+    Step("max_tokens", ANY, "agg prefill", _beside_decodes, "prompts longer than predicted beside a full decode batch"),
+    Step("max_tokens", ANY, "decode", lambda d, r: max(r.max_tokens, r.max_batch * (d.nextn + 1)),
+         "a full decode batch in one step"),
 )
 ENGINE = (  # without these the engine refuses to start, or refuses the benchmark's requests
-    Step(
-        "max_seq_len",
-        ANY,
-        ALL,
-        lambda d, r: max(r.max_seq_len, _nominal(d) + slack(d)),
-        "room for chat template and re-encoding",
-    ),
-    Step(
-        "max_tokens",
-        "trtllm",
-        "agg prefill",
-        lambda d, r: r.max_tokens if r.chunked_prefill else max(r.max_tokens, d.workload.isl + slack(d)),
-        "TRT-LLM refuses prompts above the token budget when chunking is off",
-    ),
-    Step(
-        "chunked_prefill",
-        "vllm",
-        "decode",
-        lambda d, r: r.chunked_prefill or r.max_tokens < r.max_seq_len,
-        "decode workers run no prefill; vLLM refuses a budget below the longest sequence when chunking is off",
-    ),
-    Step(
-        "max_tokens",
-        "vllm",
-        ALL,
-        lambda d, r: r.max_tokens if r.chunked_prefill else max(r.max_tokens, r.max_seq_len),
-        "vLLM refuses a token budget below the longest sequence when chunking is off",
-    ),
-    Step(
-        "max_tokens", "vllm", ALL, lambda d, r: max(r.max_tokens, r.max_batch), "vLLM needs a token for each sequence"
-    ),
+    Step("max_seq_len", ANY, ALL, lambda d, r: max(r.max_seq_len, _length(d) + slack(d)),
+         "room for chat template and re-encoding"),
+    Step("max_tokens", "trtllm", "agg prefill", lambda d, r: _unchunked(r, d.workload.isl + slack(d)),
+         "TRT-LLM refuses prompts above the token budget when chunking is off"),
+    Step("chunked_prefill", "vllm", "decode", lambda d, r: r.chunked_prefill or r.max_tokens < r.max_seq_len,
+         "decode workers run no prefill; vLLM refuses a budget below the longest sequence when chunking is off"),
+    Step("max_tokens", "vllm", ALL, lambda d, r: _unchunked(r, r.max_seq_len),
+         "vLLM refuses a token budget below the longest sequence when chunking is off"),
+    Step("max_tokens", "vllm", ALL, lambda d, r: max(r.max_tokens, r.max_batch),
+         "vLLM needs a token for each sequence"),
 )
+# fmt: on
 
 
 def apply(d: Deployment, target: str, policy: str, context: int | None = None) -> tuple[Deployment, tuple[Change, ...]]:
@@ -122,108 +97,100 @@ def apply(d: Deployment, target: str, policy: str, context: int | None = None) -
 
     ``context``: the model's longest sequence, which no policy exceeds.
     """
-    if target not in TARGETS:
-        raise UnknownName("target", target, TARGETS, Reason.INVALID_FIELD)
-    if policy not in POLICIES:
-        raise UnknownName("policy", policy, POLICIES, Reason.INVALID_FIELD)
-    changes: list[Change] = []
+    for kind, name, known in (("target", target, TARGETS), ("policy", policy, POLICIES)):
+        if name not in known:
+            raise UnknownName(kind, name, known, Reason.INVALID_FIELD)
     # the benchmark visits the predicted point whatever the limits become
-    deployed = replace(d, predicted=replace(d.predicted, concurrency=d.concurrency))
-    deployed = _fit_target(deployed, target, changes)
+    work = _Work(replace(d, predicted=replace(d.predicted, concurrency=d.concurrency)))
+    _fit_cluster(work, target)
+    _fit_model(work)
+    _fit_target(work, target)
     longest = Step(
         "max_seq_len", ANY, ALL, lambda d, r: min(r.max_seq_len, context or r.max_seq_len), "the model's context"
     )
     first, *engine = ENGINE
     for step in (*(HEADROOM if policy == "headroom" else ()), first, longest, *engine):
-        deployed = _take(deployed, step, changes)
-    return deployed, _merged(changes)
+        for role in work.d.roles:
+            if d.backend in step.backends.split() and role.name in step.roles.split():
+                work.set_of_role(role, step.field, step.value(work.d, role), step.reason)
+    return work.d, work.changes
 
 
-def _take(d: Deployment, step: Step, changes: list[Change]) -> Deployment:
-    roles = []
-    for role in d.roles:
-        if d.backend in step.backends.split() and role.name in step.roles.split():
-            old, new = getattr(role, step.field), step.value(d, role)
-            if new != old:
-                changes.append(Change(f"roles.{role.name}.{step.field}", old, new, step.reason))
-                update: dict[str, Any] = {step.field: new}
-                role = replace(role, **update)
-        roles.append(role)
-    return replace(d, roles=tuple(roles))
+class _Work:
+    """A deployment under change, and the changes so far."""
 
+    def __init__(self, d: Deployment) -> None:
+        self.d = d
+        self._told: dict[str, Change] = {}
 
-def _merged(changes: list[Change]) -> tuple[Change, ...]:
-    """Several changes of one field as one, with the last reason."""
-    merged: dict[str, Change] = {}
-    for change in changes:
-        first = merged.get(change.field)
-        merged[change.field] = replace(change, predicted=first.predicted) if first else change
-    return tuple(change for change in merged.values() if change.predicted != change.deployed)
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        return tuple(change for change in self._told.values() if change.predicted != change.deployed)
 
+    def set(self, name: str, value: Any, reason: str) -> None:
+        """Set a field of the deployment."""
+        self._tell(name, getattr(self.d, name), value, reason)
+        self.d = replace(self.d, **{name: value})
 
-def _fit_target(d: Deployment, target: str, changes: list[Change]) -> Deployment:
-    def become(name: str, old: Any, new: Any, reason: str) -> Any:
+    def set_of_role(self, role: Role, name: str, value: Any, reason: str) -> None:
+        self._tell(f"roles.{role.name}.{name}", getattr(role, name), value, reason)
+        roles = tuple(replace(r, **{name: value}) if r.name == role.name else r for r in self.d.roles)
+        self.d = replace(self.d, roles=roles)
+
+    def _tell(self, path: str, old: Any, new: Any, reason: str) -> None:
+        """Several changes of one field are one, with the last reason."""
         if old != new:
-            changes.append(Change(name, old, new, reason))
-        return new
+            first = self._told.get(path)
+            self._told[path] = Change(path, first.predicted if first else old, new, reason)
 
-    default, given = asdict(Cluster()), asdict(d.cluster)
-    lost = [name for name in given if name not in (*CLUSTER_FIELDS[target], *ALWAYS)]
-    for name in lost:
-        become(f"cluster.{name}", given[name], default[name], f"target {target} has no place for it")
-    cluster = replace(d.cluster, **{name: default[name] for name in lost})
+    def leave_out(self, name: str, target: str) -> None:
+        """Give a field of the cluster its default."""
+        default = asdict(Cluster())[name]
+        self._tell(f"cluster.{name}", getattr(self.d.cluster, name), default, f"target {target} has no place for it")
+        self.set_cluster(**{name: default})
+
+    def set_cluster(self, **fields: Any) -> None:
+        """Another spelling of the same cluster."""
+        self.d = replace(self.d, cluster=replace(self.d.cluster, **fields))
+
+
+def _fit_cluster(work: _Work, target: str) -> None:
+    for name in asdict(work.d.cluster):
+        if name not in CLUSTER_FIELDS[target]:
+            work.leave_out(name, target)
+    cluster = work.d.cluster
     if not cluster.pvc:
-        cluster = replace(cluster, pvc_mount=default["pvc_mount"])
-    facts = system_facts(d.system)
-    given_env = facts["env"] | transport_facts(cluster.transport)["env"]
-    cluster = replace(cluster, env={key: value for key, value in cluster.env.items() if given_env.get(key) != value})
-    d = _with_model_needs(replace(d, cluster=cluster), facts["grace"], become)
+        work.set_cluster(pvc_mount=Cluster().pvc_mount)
+    given = system_facts(work.d.system)["env"] | transport_facts(cluster.transport)["env"]
+    work.set_cluster(env={name: value for name, value in cluster.env.items() if given.get(name) != value})
+
+
+def _fit_model(work: _Work) -> None:
+    """Settings that the checkpoint needs on its engine, where the deployment leaves them open."""
+    reason, grace = "the checkpoint needs it", system_facts(work.d.system)["grace"]
+    for role in work.d.roles:
+        needs = params_of(work.d.backend, model_flags(work.d.backend, work.d.model, role.name, grace))
+        work.set_of_role(role, "tokens_per_block", role.tokens_per_block or needs.get("tokens_per_block"), reason)
+        if needs.get("trust_remote_code"):
+            work.set("trust_remote_code", True, reason)
+
+
+def _fit_target(work: _Work, target: str) -> None:
+    d, runtime = work.d, target in ("dynamo", "fpm")
     if target == "engine" and d.backend == "trtllm" and d.served_name != d.model:
         raise UnsupportedCombination(
             "served_name", "trtllm-serve names the model itself; leave it unset or use target dynamo"
         )
-    if target in ("dynamo", "fpm") and not cluster.image:
-        _, version = release_of(d.backend, d.version)
-        d = replace(
-            d, version=become("version", d.version, version, "the engine in the Dynamo release that is deployed")
-        )
-    if cluster.image and cluster.image == default_image(d, target in ("dynamo", "fpm")):
-        d = replace(d, cluster=replace(cluster, image=None))
+    if runtime and not d.cluster.image:
+        version = release_of(d.backend, d.version)[1]
+        work.set("version", version, "the engine in the Dynamo release that is deployed")
+    if work.d.cluster.image == default_image(work.d, runtime):
+        work.set_cluster(image=None)
     if target in ("llm-d-kustomize", "fpm"):
-        d = replace(d, port=become("port", d.port, 8000, f"target {target} has no place for it"))
+        work.set("port", 8000, f"target {target} has no place for it")
     alone = target == "engine" and d.mode == "agg" and d.roles[0].workers == 1
-    if d.router and (alone or target == "fpm" or (target == "llm-d-helm" and d.backend == "sglang")):
-        d = replace(
-            d,
-            router=become(
-                "router", True, False, "one worker needs no router" if alone else f"target {target} has none"
-            ),
-        )
+    if alone or target == "fpm" or (target == "llm-d-helm" and d.backend == "sglang"):
+        work.set("router", False, "one worker needs no router" if alone else f"target {target} has none")
     if target == "fpm":
-        roles = tuple(
-            replace(role, workers=become(f"roles.{role.name}.workers", role.workers, 1, "one worker is timed"))
-            for role in d.roles
-        )
-        d = replace(d, roles=roles)
-    return d
-
-
-def _with_model_needs(d: Deployment, grace: bool, become: Callable[..., Any]) -> Deployment:
-    """Settings that the checkpoint needs on its engine, where the deployment leaves them open."""
-    reason, roles = "the checkpoint needs it", []
-    for role in d.roles:
-        needs = params_of(d.backend, model_flags(d.backend, d.model, role.name, grace))
-        block = role.tokens_per_block or needs.get("tokens_per_block")
-        roles.append(
-            replace(
-                role,
-                tokens_per_block=become(f"roles.{role.name}.tokens_per_block", role.tokens_per_block, block, reason),
-            )
-        )
-        if needs.get("trust_remote_code"):
-            d = replace(d, trust_remote_code=become("trust_remote_code", d.trust_remote_code, True, reason))
-    return replace(d, roles=tuple(roles))
-
-
-def as_rows(changes: tuple[Change, ...]) -> list[Mapping[str, Any]]:
-    return [asdict(change) for change in changes]
+        for role in d.roles:
+            work.set_of_role(role, "workers", 1, "one worker is timed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from perfcast_engine.errors import InvalidField, Reason, UnknownName
 
 from perfcast_deploy import flags as flag_table
-from perfcast_deploy.catalog import catalog, runtime_version
+from perfcast_deploy.catalog import catalog, runtime_version, system_of
 from perfcast_deploy.llmd import GATEWAYS
 from perfcast_deploy.plan import nextn_of, role_facts
 from perfcast_deploy.validate import read_yaml
@@ -99,26 +100,20 @@ def script_commands(text: str) -> list[list[str]]:
 
 def read_engine(files: Mapping[str, str]) -> Found:
     """Plain engine commands: run_<node>.sh."""
-    found = Found()
-    hosts: list[str] = []
-    front: dict[str, Any] = {}
+    found, front, hosts = Found(), {}, []
     for number in range(sum(bool(re.fullmatch(r"run_\d+\.sh", name)) for name in files)):
         for words in script_commands(files[f"run_{number}.sh"]):
-            env = dict(
-                word.split("=", 1) for word in words if ASSIGNMENT.match(word) and "/" not in word.partition("=")[0]
-            )
+            env = dict(word.split("=", 1) for word in itertools.takewhile(ASSIGNMENT.match, words))
             log = next((word for word in words if word.startswith("logs/")), "").removeprefix("logs/")
             role = log.partition("_")[0]
-            if "NODE_HOST" in env and len(words) == 1:
-                hosts.append(env["NODE_HOST"])
-            elif "ENGINE_VERSION" in env and len(words) == 1:
+            hosts += [env["NODE_HOST"]] if "NODE_HOST" in env else []
+            if "ENGINE_VERSION" in env:
                 found.top["version"] = env["ENGINE_VERSION"]
             elif role in ("agg", "prefill", "decode"):
                 rank = re.search(r"_rank(\d+)", log)
                 found.add(role, words, files, 0 if rank and int(rank[1]) else 1)
-                leading = words[: next((i for i, word in enumerate(words) if not ASSIGNMENT.match(word)), 0)]
-                found.env |= dict(word.split("=", 1) for word in leading)
-                found.top["port"] = int(words[words.index("--port") + 1])
+                found.env |= env
+                found.top["port"] = int(after(words, "--port"))
             elif log == "front.log":
                 front = _front_port(words, files) | {"router": "cache_aware" in words}
     found.top |= front
@@ -128,30 +123,29 @@ def read_engine(files: Mapping[str, str]) -> Found:
 
 def _front_port(words: Sequence[str], files: Mapping[str, str]) -> dict[str, int]:
     if "--port" in words:
-        return {"port": int(words[words.index("--port") + 1])}
+        return {"port": int(after(words, "--port"))}
     if "front.yaml" in files:
-        return {"port": int(read_yaml("front.yaml", files["front.yaml"])[0]["port"])}
+        return {"port": int(one("front.yaml", files)["port"])}
     listen = re.search(r"listen (\d+);", files.get("front.conf", ""))
     return {"port": int(listen[1])} if listen else {}
+
+
+def after(words: Sequence[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def one(name: str, files: Mapping[str, str]) -> dict[str, Any]:
+    """The (last) document of a file."""
+    return read_yaml(name, files[name])[-1]
 
 
 def container_words(container: Mapping[str, Any]) -> list[str]:
     """The command line of a container; a shell in between is looked through."""
     words = [*map(str, container.get("command", ())), *map(str, container.get("args", ()))]
     if len(words) >= 3 and words[0].rpartition("/")[2] in ("bash", "sh") and words[1] in ("-c", "-lc"):
-        commands = script_commands(words[2])
-        words = next((command for command in reversed(commands) if command), [])
+        words = next((command for command in reversed(script_commands(words[2])) if command), [])
         words = words[1:] if words[:1] == ["exec"] else words
     return words
-
-
-def _image(found: Found, image: str) -> None:
-    """An image that we name ourselves says the engine version; any other is kept as it is."""
-    version = runtime_version(found.backend, image)
-    if version:
-        found.top["version"] = version
-    else:
-        found.cluster["image"] = image
 
 
 def read_dynamo(files: Mapping[str, str]) -> Found:
@@ -160,38 +154,38 @@ def read_dynamo(files: Mapping[str, str]) -> Found:
     graph = next((d for d in documents if d.get("kind") == "DynamoGraphDeployment"), None)
     if graph is None:
         raise InvalidField("manifest", "holds no DynamoGraphDeployment", "kind")
-    engines = {
-        name: text for d in documents if d.get("kind") == "ConfigMap" for name, text in d.get("data", {}).items()
-    }
-    found = Found()
+    configs = [d.get("data", {}) for d in documents if d.get("kind") == "ConfigMap"]
+    engines = {name: text for data in configs for name, text in data.items()}
+    found, router = Found(), False
     found.cluster |= {name: graph["metadata"].get(name) for name in ("name", "namespace")}
     for service in graph["spec"]["services"].values():
         pod = service.get("extraPodSpec", {})
         container = pod.get("mainContainer", {})
-        if service.get("componentType") == "frontend":
-            words = container_words(container)
+        words, kind = container_words(container), service.get("componentType")
+        if kind == "frontend":
             if "--http-port" in words:
-                found.top["port"] = int(words[words.index("--http-port") + 1])
-            found.top["router"] = "--router-mode" in words
-        if service.get("componentType") != "worker":
-            continue
-        words, router = container_words(container), found.top.get("router", False)
-        found.add(service.get("subComponentType") or "agg", words, engines, int(service.get("replicas", 1)))
-        found.top["router"] = router or "--publish-events-and-metrics" in words or found.top["router"]
-        _pod_facts(found, pod, container)
+                found.top["port"] = int(after(words, "--http-port"))
+            router = router or "--router-mode" in words
+        elif kind == "worker":
+            found.add(service.get("subComponentType") or "agg", words, engines, int(service.get("replicas", 1)))
+            router = router or "--publish-events-and-metrics" in words
+            _pod_facts(found, pod, container)
+    found.top["router"] = router or found.top.get("router", False)
     return found
 
 
 def _pod_facts(found: Found, pod: Mapping[str, Any], container: Mapping[str, Any]) -> None:
+    """What a worker's pod says of the cluster, and its image of the engine's version, where we name it ourselves."""
     found.env |= {entry["name"]: entry["value"] for entry in container.get("env", ()) if "value" in entry}
-    _image(found, str(container.get("image", "")))
+    image = str(container.get("image", ""))
+    version, system = runtime_version(found.backend, image), system_of(pod.get("nodeSelector", {}))
+    found.top |= {"version": version} if version else {}
+    found.top |= {"system": system} if system else {}
+    found.cluster |= {} if version else {"image": image}
     for secret in pod.get("imagePullSecrets", ()):
         found.cluster["pull_secret"] = secret["name"]
-    claims = {
-        v["name"]: v["persistentVolumeClaim"]["claimName"]
-        for v in pod.get("volumes", ())
-        if "persistentVolumeClaim" in v
-    }
+    volumes = [volume for volume in pod.get("volumes", ()) if "persistentVolumeClaim" in volume]
+    claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in volumes}
     for mount in container.get("volumeMounts", ()):
         if mount["name"] in claims:
             found.cluster |= {"pvc": claims[mount["name"]], "pvc_mount": mount["mountPath"]}
@@ -199,64 +193,53 @@ def _pod_facts(found: Found, pod: Mapping[str, Any], container: Mapping[str, Any
 
 def read_helm(files: Mapping[str, str]) -> Found:
     """Values of the llm-d model service chart."""
-    found, values = Found(), read_yaml("llm-d-values.yaml", files["llm-d-values.yaml"])[0]
+    found, values = Found(), one("llm-d-values.yaml", files)
     artifacts = values["modelArtifacts"]
-    paired = values["prefill"]["create"]
+    named = [artifacts["uri"].removeprefix("hf://"), "--served-model-name", artifacts["name"]]
     for name in ("prefill", "decode"):
         entry = values[name]
         if not entry["create"]:
             continue
         container = entry["containers"][0]
-        words = [*container.get("command", ()), *container["args"]]
-        if container["modelCommand"] == "vllmServe":
-            words = [
-                "vllm",
-                "serve",
-                artifacts["uri"].removeprefix("hf://"),
-                "--served-model-name",
-                artifacts["name"],
-                *words,
-            ]
-        found.add(name if paired else "agg", words, {}, entry["replicas"])
+        starts = ["vllm", "serve", *named] if container["modelCommand"] == "vllmServe" else container["command"]
+        role = name if values["prefill"]["create"] else "agg"
+        found.add(role, [*starts, *container["args"]], {}, entry["replicas"])
         _pod_facts(found, {}, container)
     found.top["port"] = values["routing"]["servicePort"]
-    _gateway(found, files)
-    return found
+    return _with_gateway(found, files)
 
 
-def _gateway(found: Found, files: Mapping[str, str]) -> None:
+def _with_gateway(found: Found, files: Mapping[str, str]) -> Found:
     """The address the benchmark job goes to, where it is not the one of the guides."""
-    job = read_yaml("k8s_bench.yaml", files["k8s_bench.yaml"])[0]
-    words = container_words(job["spec"]["template"]["spec"]["containers"][0])
-    address = words[words.index("--base-url") + 1]
+    job = one("k8s_bench.yaml", files)["spec"]["template"]["spec"]["containers"][0]
+    address = after(container_words(job), "--base-url")
     found.cluster["gateway"] = None if address in GATEWAYS.values() else address
+    return found
 
 
 def read_kustomize(files: Mapping[str, str]) -> Found:
     """A kustomization with one patch per role."""
-    found, top = Found(), read_yaml("kustomization.yaml", files["kustomization.yaml"])[0]
+    found, top = Found(), one("kustomization.yaml", files)
     names = [patch["path"] for patch in top["patches"]]
     for name in sorted(names, key=lambda path: "decode" in path):
-        patch = read_yaml(name, files[name])[0]
+        patch = one(name, files)
         container = patch["spec"]["template"]["spec"]["containers"][0]
-        role = patch["metadata"]["name"]
-        found.add(role if len(names) > 1 else "agg", container_words(container), {}, patch["spec"]["replicas"])
+        role = patch["metadata"]["name"] if len(names) > 1 else "agg"
+        found.add(role, container_words(container), {}, patch["spec"]["replicas"])
         _pod_facts(found, {}, container)
     found.cluster |= {"namespace": top.get("namespace"), "name": top["namePrefix"].removesuffix("-")}
-    _gateway(found, files)
-    return found
+    return _with_gateway(found, files)
 
 
 def read_fpm(files: Mapping[str, str]) -> Found:
     """Collection files: one folder per role, or one role without folder."""
     found = Found()
     for path in sorted((name for name in files if name.endswith("run.sh")), key=lambda name: "decode" in name):
-        folder = path.removesuffix("run.sh")
         engine = next((line for line in files[path].splitlines() if line.startswith("engine=(")), "")
         words = shlex.split(engine.removeprefix("engine=(").removesuffix(")"))
-        role = words[words.index("--benchmark-mode") + 1]
+        role = after(words, "--benchmark-mode")
         found.add(role, words, {})
-        resource = read_yaml(f"{folder}k8s_deploy.yaml", files[f"{folder}k8s_deploy.yaml"])[-1]
+        resource = one(f"{path.removesuffix('run.sh')}k8s_deploy.yaml", files)
         metadata, pod = resource["metadata"], resource["spec"]
         if resource["kind"] == "LeaderWorkerSet":
             pod = pod["leaderWorkerTemplate"]["workerTemplate"]["spec"]

@@ -7,71 +7,74 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-from perfcast_deploy.bundle import Bundle, generate, write
+from perfcast_deploy.bundle import Bundle, write
+from perfcast_deploy.choice import Choice
+from perfcast_deploy.deployment import Cluster
 from perfcast_deploy.describe import TARGETS
-from perfcast_deploy.rows import from_row
+from perfcast_engine.config import EngineConfig
 from perfcast_engine.errors import UnsupportedCombination
+from perfcast_engine.predictor import Predictor
+from perfcast_engine.search.task import DISAGGREGATED, SearchTask
+from perfcast_engine.serving.workload import Targets, Workload
 
 HERE = Path(__file__).parent
-CASE: dict[str, Any] = {
-    "model": "Qwen/Qwen3-32B-FP8",
-    "system": "h200_sxm",
-    "isl": 4000,
-    "osl": 500,
-    "prefix": 500,
-    "total_gpus": 32,
-    "kv_dtype": "fp8",
-    "profile": "reference",
-    "quant": {"gemm": "fp8_block"},
-    "cluster": {"name": "qwen3-32b", "namespace": "serving"},
-}
-# Best disaggregated configurations of searches in profile `reference` for ttft <= 300 ms and tpot <= 10 ms.
-# fmt: off
-ROWS: dict[str, dict[str, Any]] = {
-    "trtllm": {
-        "version": "1.3.0rc20",
-        "(p)parallel": "tp4pp1dp1etp1ep1", "(p)bs": 1, "(p)workers": 5, "(p)memory": 12.262,
-        "(d)parallel": "tp4pp1dp1etp1ep1", "(d)bs": 64, "(d)workers": 3, "(d)memory": 20.73,
-        "ttft": 194.378, "tpot": 9.659, "tokens/s/gpu": 572.657,
-    },
-    "vllm": {
-        "version": "0.24.0",
-        "(p)parallel": "tp4pp1dp1etp1ep1", "(p)bs": 1, "(p)workers": 5, "(p)memory": 12.262,
-        "(d)parallel": "tp2pp1dp1etp1ep1", "(d)bs": 160, "(d)workers": 6, "(d)memory": 63.828,
-        "ttft": 198.254, "tpot": 46.447, "tokens/s/gpu": 595.384,
-    },
-    "sglang": {
-        "version": "0.5.14",
-        "(p)parallel": "tp4pp1dp1etp1ep1", "(p)bs": 1, "(p)workers": 1, "(p)memory": 13.094,
-        "(d)parallel": "tp4pp1dp1etp1ep1", "(d)bs": 52, "(d)workers": 1, "(d)memory": 19.815,
-        "ttft": 179.435, "tpot": 9.941, "tokens/s/gpu": 564.3,
-    },
-}
-# fmt: on
-KV_FRACTION = {"trtllm": 0.9, "vllm": 0.92, "sglang": 0.901}  # what the predictions assumed
+TPOT_MS = {"trtllm": 10.0, "vllm": 20.0, "sglang": 10.0}  # no vLLM deployment reaches 10 ms in the tables shipped
+
+
+def chosen(predictor: Predictor, backend: str) -> Choice:
+    """The best disaggregated deployment that a search finds, in the default profile."""
+    task = SearchTask(
+        engine=EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend=backend),
+        load=Workload(isl=4000, osl=500, prefix=500),
+        targets=Targets(ttft_ms=300.0, tpot_ms=TPOT_MS[backend]),
+        total_gpus=32,
+        modes=(DISAGGREGATED,),
+    )
+    (found,) = predictor.search(task).experiments
+    assert found.eligible
+    return Choice.of_row(found, task, found.pick.rows.row(0))
 
 
 def examples() -> tuple[dict[str, Bundle], dict[str, str]]:
     """(bundle by folder, reason by refused folder)."""
     made: dict[str, Bundle] = {}
     refused: dict[str, str] = {}
-    for backend, row in ROWS.items():
-        deployment = from_row(row, CASE | {"backend": backend, "kv_fraction": KV_FRACTION[backend]})
+    predictor = Predictor()
+    for backend in TPOT_MS:
+        choice, cluster = chosen(predictor, backend), Cluster(name="qwen3-32b", namespace="serving")
         for target in TARGETS:
             try:
-                made[f"{backend}/{target}"] = generate(deployment, target)
+                made[f"{backend}/{target}"] = choice.bundle(target, cluster=cluster)
             except UnsupportedCombination as error:
                 refused[f"{backend}/{target}"] = error.message
     return made, refused
 
 
+def table(made: dict[str, Bundle]) -> str:
+    """The table of the README: what each engine runs, and what was predicted for it."""
+    lines = [
+        "| engine | prefill | decode | predicted TTFT, TPOT, output | targets |",
+        "|---|---|---|---|---|",
+    ]
+    for backend in TPOT_MS:
+        d = made[f"{backend}/engine"].deployment  # the other targets may run another version
+        roles = (f"{r.workers} × TP{r.tp}, batch {r.max_batch}" for r in d.roles)
+        told = d.predicted
+        figures = f"{told.ttft_ms:.0f} ms, {told.tpot_ms:.1f} ms, {told.output_tokens_per_s:,.0f} tokens/s"
+        targets = ", ".join(f"`{folder.partition('/')[2]}`" for folder in made if folder.startswith(backend))
+        lines.append(f"| {backend} {d.version} | {' | '.join(roles)} | {figures} | {targets} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     made, refused = examples()
+    readme = HERE / "README.md"
+    before, _, rest = readme.read_text().partition("| engine |")
+    readme.write_text(before + table(made) + "\n\n" + rest.partition("\n\n")[2])
     for folder, bundle in made.items():
         shutil.rmtree(HERE / folder, ignore_errors=True)
-        write(bundle, HERE / folder)
+        write(bundle.files, HERE / folder)
     for folder, reason in refused.items():
         print(f"{folder}: {reason}")
 

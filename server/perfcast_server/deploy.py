@@ -85,14 +85,8 @@ class Deploy:
     ) -> deploy_pb2.GenerateResponse:
         with asked.named_as_asked():
             choice = self._chosen(request, parts, ready)
-            facts = choice.facts()
-            made = bundles.generate(
-                choice.deployment(**_settings(request, choice.system)),
-                request.target,
-                NUMBERED[request.policy],
-                facts=facts,
-                predict=lambda changed: choice.deployed(changed, facts),
-            )
+            settings = _settings(request, choice.system)
+            made = choice.bundle(request.target, NUMBERED[request.policy], **settings)
         return _answer(made)
 
     def _chosen(

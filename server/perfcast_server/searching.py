@@ -212,6 +212,10 @@ def result_message(
             request_latency_ms=targets.request_latency_ms or 0.0,
         ),
         total_gpus=task.total_gpus or 0,
+        limits=request.limits,
+        nextn_accepted=request.nextn_accepted,
+        matching=request.matching,
+        kv_transfer=request.kv_transfer,
     )
 
 

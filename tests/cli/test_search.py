@@ -83,14 +83,6 @@ def test_files_hold_every_column_and_the_numbers_in_full(tmp_path: Path) -> None
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
-def test_the_best_row_becomes_a_deployment(tmp_path: Path) -> None:
-    run("search", *HEADLINE, "--backend", "trtllm", "--no-plot", "--out", str(tmp_path))
-    for index in (0, 3):
-        asked = ["--row", str(tmp_path / "best.csv"), "--index", str(index), "--target", "engine", "--output", "-"]
-        files = run("generate", *asked)
-        assert "tensor_parallel_size: 4" in files and "dtype: fp8" in files
-
-
 def test_recommend_finds_the_fewest_gpus() -> None:
     asked = ["--backend", "sglang", "--ttft", "1000", "--tpot", "20", "--profile", "reference", "--no-plot"]
     text = run("recommend", *MODEL, *LOAD, *asked, "--concurrency", "200")

@@ -14,7 +14,7 @@ import yaml
 from perfcast_deploy.bundle import MANIFEST, generate, parse
 from perfcast_deploy.deployment import Deployment
 from perfcast_deploy.explain import explain_manifest
-from perfcast_deploy.rows import from_row
+from perfcast_deploy.rows import parse as parse_row
 from perfcast_deploy.verify import read_result
 from perfcast_engine.errors import EngineError
 
@@ -54,11 +54,8 @@ def test_manifests() -> None:
 
 
 def test_rows_and_deployments() -> None:
-    row = {"tp": 4, "bs": 20, "moe_ep": 1, "ttft": 284.0, "tokens/s/gpu": 471.2, "memory": 15.2, "kvcache": "fp8"}
-    given = {"model": "m", "system": "h200_sxm", "backend": "vllm", "version": "0.24.0", "isl": 4000, "osl": 500}
-    given |= {"cluster": {"env": {"A": "b"}}, "total_gpus": 8, "nextn": 1, "kv_fraction": 0.9}
-    survive(2, 500, lambda rng: from_row(twisted(rng, row) or {}, given))
-    survive(3, 500, lambda rng: from_row(row, twisted(rng, given)))
+    row = {"tp": 4, "bs": 20, "moe_ep": 1, "ctx_tokens": 4000, "parallel": "tp4pp1dp1etp1ep1", "isl": 4000, "osl": 500}
+    survive(2, 500, lambda rng: parse_row(twisted(rng, row) or {}))
     whole = moe("vllm").to_dict()
     survive(4, 200, lambda rng: Deployment.from_dict(twisted(rng, whole)))
 

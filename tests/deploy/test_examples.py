@@ -7,7 +7,7 @@ from pathlib import Path
 from perfcast_deploy.bundle import read, validate
 from perfcast_deploy.describe import TARGETS
 
-from examples.deployments.generate import HERE, examples
+from examples.deployments.generate import HERE, examples, table
 
 
 def test_every_engine_and_target_is_shown_or_refused() -> None:
@@ -25,6 +25,7 @@ def test_examples_are_in_step() -> None:
     made, _ = examples()
     for folder, bundle in made.items():
         assert read(HERE / folder) == dict(bundle.files), f"{folder}: run python examples/deployments/generate.py"
+    assert table(made) in (HERE / "README.md").read_text()
     shown = {str(path.parent.relative_to(HERE)) for path in HERE.rglob("perfcast.json")}
     assert shown == set(made)
 
@@ -32,5 +33,5 @@ def test_examples_are_in_step() -> None:
 def test_examples_say_where_their_rows_come_from() -> None:
     for manifest in HERE.rglob("perfcast.json"):
         deployment = validate(read(Path(manifest).parent))
-        assert deployment.predicted.profile == "reference"
+        assert deployment.predicted.profile == "corrected"
         assert deployment.gpus == 32 or manifest.parent.name == "fpm"

@@ -156,11 +156,11 @@ def test_nothing_is_written_on_failure_or_over_anything(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedCombination):
             generate(deployment("trtllm"), target)
     bundle = generate(deployment("vllm"), "engine")
-    place = write(bundle, tmp_path / "new")
+    place = write(bundle.files, tmp_path / "new")
     assert sorted(p.name for p in place.iterdir()) == sorted(bundle.files)
     assert (place / "run_0.sh").stat().st_mode & 0o111
     with pytest.raises(DirectoryExists):
-        write(bundle, place)
+        write(bundle.files, place)
     assert [p.name for p in tmp_path.iterdir()] == ["new"]
 
 
@@ -172,7 +172,7 @@ def test_a_failing_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("os.rename", refuse)
     with pytest.raises(OSError, match="disk full"):
-        write(bundle, tmp_path / "new")
+        write(bundle.files, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
 
 

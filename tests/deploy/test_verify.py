@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from perfcast_deploy.bundle import MANIFEST, generate, read, validate, write
+from perfcast_deploy.deployment import Predicted
 from perfcast_deploy.verify import verify
-from perfcast_engine.errors import DataCorrupt, EngineError, InvalidField
+from perfcast_engine.errors import DataCorrupt, EngineError, InvalidField, UnsupportedCombination
 
-from tests.deploy.deployments import deployment
+from tests.deploy.deployments import deployment, role
 
 VLLM = {
     "mean_ttft_ms": 250.0,
@@ -34,7 +35,7 @@ INFERENCEX = {"mean_ttft": 0.25, "mean_tpot": 0.008, "output_tput_per_gpu": 2000
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    return write(generate(deployment("vllm"), "dynamo"), tmp_path / "bundle")
+    return write(generate(deployment("vllm"), "dynamo").files, tmp_path / "bundle")
 
 
 def result(tmp_path: Path, content: Any, name: str = "result.json") -> Path:
@@ -60,7 +61,51 @@ def test_results_of_the_common_clients(place: Path, tmp_path: Path, client: str,
     errors = {row.metric: row.error for row in report.compared}
     assert errors == pytest.approx({"ttft_ms": -0.2, "tpot_ms": 0.25, "output_tokens_per_s": 0.25})
     assert report.remarks == ()
-    assert report.calibration()["measured_ttft_ms"] == 250.0
+
+
+def test_an_iteration_to_learn_from(place: Path, tmp_path: Path) -> None:
+    told = verify(place, result(tmp_path, VLLM)).observation()
+    assert told["engine"] == {
+        "model": "Qwen/Qwen3-32B-FP8",
+        "system": "h200_sxm",
+        "backend": "vllm",
+        "version": "0.24.0",
+        "nextn": 0,
+        "profile": "corrected",
+        "role": "both",
+        "tp": 2,
+        "pp": 1,
+        "attn_dp": 1,
+    }
+    (rank,) = told["ranks"]  # every request decodes, and a 500th of them starts in each iteration
+    assert rank == {
+        "decode_requests": 48,
+        "decode_kv_tokens": 48 * 4250,
+        "prefill_requests": 1,
+        "prefill_tokens": 384,
+        "prefill_kv_tokens": 0,
+        "wall_time_s": 0.008,
+        "dp_rank": 0,
+    }
+
+
+def test_decode_workers_teach_of_decodes_on_every_rank(tmp_path: Path) -> None:
+    experts = {"tp": 1, "dp": 8, "moe_ep": 8, "chunked_prefill": True}
+    predicted = Predicted(concurrency=768, tpot_ms=9.0, accepted=0.5, basis={"version": "0.20.1"})
+    pair = (role("prefill", max_tokens=8000, **experts), role("decode", workers=2, **experts))
+    d = deployment("vllm", *pair, is_moe=True, nextn=1, predicted=predicted)
+    folder = write(generate(d, "dynamo").files, tmp_path / "pair")
+    told = verify(folder, result(tmp_path, VLLM | {"max_concurrency": 768})).observation()
+    assert (told["engine"]["role"], told["engine"]["moe_ep"], told["engine"]["version"]) == ("decode", 8, "0.20.1")
+    assert [rank["dp_rank"] for rank in told["ranks"]] == list(range(8))
+    assert told["ranks"][0]["decode_requests"] == 48 and "prefill_tokens" not in told["ranks"][0]
+    assert told["ranks"][0]["wall_time_s"] == pytest.approx(0.012)  # a step yields a token and a half
+
+
+def test_nothing_is_learned_off_the_predicted_point(place: Path, tmp_path: Path) -> None:
+    report = verify(place, result(tmp_path, VLLM | {"max_concurrency": 8}))
+    with pytest.raises(UnsupportedCombination, match="concurrency was 8"):
+        report.observation()
 
 
 def test_the_last_run_of_appended_lines_counts(place: Path, tmp_path: Path) -> None:

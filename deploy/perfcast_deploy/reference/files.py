@@ -13,7 +13,7 @@ from perfcast_deploy.commands import Command, run_script
 from perfcast_deploy.emit import render as render_template
 from perfcast_deploy.emit import yaml_text
 from perfcast_deploy.flags import argv, read_argv
-from perfcast_deploy.plan import Plan, Worker, place
+from perfcast_deploy.plan import NIXL, Plan, Worker, place
 from perfcast_deploy.reference.plan import plan_of
 from perfcast_deploy.reference.request import Request
 
@@ -30,9 +30,9 @@ def render(case: Mapping[str, Any]) -> dict[str, str]:
     if plan.backend == "trtllm":
         files |= {f"{worker.role}_config.yaml": yaml_text(worker.engine) for worker in plan.workers}
     if target == "llm-d-helm":
-        return files | ({} if plan.backend == "trtllm" else llmd.helm(plan, options))
+        return files | ({} if plan.backend == "trtllm" else _helm(plan, options))
     if target == "llm-d-kustomize":
-        return files | (llmd.kustomize(plan, options, reference=True) if plan.backend == "vllm" else {})
+        return files | (_kustomize(plan, options) if plan.backend == "vllm" else {})
     # dynamo-python needs the dynamo package to write a manifest
     return files | _benchmark(request, plan) | (dynamo.files(plan) if target == "dynamo-j2" else {})
 
@@ -62,6 +62,43 @@ def _sflow(plan: Plan) -> str:
         tasks.append(task | {"script": dynamo.worker_words(plan, worker)})
     variables = {"SLURM_ACCOUNT": "YOUR_ACCOUNT", "SLURM_PARTITION": "YOUR_PARTITION", "IMAGE": plan.image}
     return yaml_text({"version": "0.1", "variables": variables, "workflow": {"name": plan.name, "tasks": tasks}})
+
+
+def _helm(plan: Plan, options: Mapping[str, Any]) -> dict[str, str]:
+    """Values that leave the KV connector and the roles' flags to the chart."""
+    facts, roles = backend_facts(plan.backend), {}
+    image = options.get(f"{plan.backend}_image", f"{facts['image'].partition(':')[0]}:latest")
+    for worker in plan.workers:
+        flags = {facts["model_flag"]: plan.model, "served-model-name": plan.served_name} | dict(worker.flags)
+        container = {"name": plan.backend, "image": image, "modelCommand": f"{plan.backend}Serve", "args": argv(flags)}
+        container["resources"] = {"limits": {"nvidia.com/gpu": worker.gpus}}
+        port = 8000 if worker.role == "prefill" else llmd.SIDECAR_PORT
+        roles[llmd.role_name(worker.role)] = llmd.helm_role(worker, 1, container, port)
+    enabled, sidecar = options.get("routing_proxy_enabled", True), options.get("routing_proxy_image", llmd.SIDECAR)
+    proxy = {"enabled": enabled, "image": sidecar, "connector": "nixlv2"}
+    secret, size = options.get("hf_token_secret"), options.get("model_cache_size", "100Gi")
+    values = llmd.values(plan, roles, plan.model, secret, proxy, size)
+    if options.get("monitoring_enabled"):  # beside the roles, where no chart looks
+        values["monitoring"] = {"podmonitor": {"enabled": True, "portName": "metrics"}}
+    return {"llm-d-values.yaml": yaml_text(values)}
+
+
+def _kustomize(plan: Plan, options: Mapping[str, Any]) -> dict[str, str]:
+    """Patches that forget data parallelism and give aggregated workers a KV connector too."""
+    xpu = options.get("accelerator_type") in ("xpu", "intel")
+    xpu = xpu or "gpu.intel.com/family" in plan.placement.get("nodeSelector", {})
+    rdma = "-rdma" if options.get("rdma_enabled") else ""
+    base = f"{llmd.GUIDES[plan.mode]}/modelserver/" + (f"xpu/vllm{rdma}" if xpu else "gpu/vllm/base")
+    connector = NIXL | ({"kv_buffer_device": "cpu"} if xpu else {})
+    container = {"image": options.get("vllm_image", "vllm/vllm-openai:latest")}
+    patches: dict[str, str] = {}
+    for worker in plan.workers:
+        flags = dict(worker.flags) | {"kv-transfer-config": connector}
+        limits = None if xpu else {"nvidia.com/gpu": str(worker.parallel[0] * worker.parallel[1])}
+        patches |= llmd.patch(plan, worker, flags, container, limits, {})
+    return llmd.overlay(
+        [options.get("kustomize_base_path") or base], options.get("kustomize_name_prefix") or None, None, patches
+    )
 
 
 def concurrencies(estimated: int) -> list[int]:

@@ -408,6 +408,10 @@ class SearchResult(google.protobuf.message.Message):
     WORKLOAD_FIELD_NUMBER: builtins.int
     TARGETS_FIELD_NUMBER: builtins.int
     TOTAL_GPUS_FIELD_NUMBER: builtins.int
+    LIMITS_FIELD_NUMBER: builtins.int
+    NEXTN_ACCEPTED_FIELD_NUMBER: builtins.int
+    MATCHING_FIELD_NUMBER: builtins.int
+    KV_TRANSFER_FIELD_NUMBER: builtins.int
     eligible: builtins.bool
     """Some pick meets every target. If not, see closest."""
     best: builtins.str
@@ -416,6 +420,7 @@ class SearchResult(google.protobuf.message.Message):
     """Where nothing is eligible, the name of the experiment whose closest candidate misses its targets least."""
     profile: perfcast.v1.common_pb2.Profile.ValueType
     total_gpus: builtins.int
+    nextn_accepted: builtins.float
     @property
     def experiments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Experiment]:
         """One for each mode and backend."""
@@ -426,6 +431,12 @@ class SearchResult(google.protobuf.message.Message):
 
     @property
     def targets(self) -> Global___Targets: ...
+    @property
+    def limits(self) -> perfcast.v1.serving_pb2.EngineLimits: ...
+    @property
+    def matching(self) -> perfcast.v1.serving_pb2.Matching: ...
+    @property
+    def kv_transfer(self) -> perfcast.v1.serving_pb2.KvTransfer: ...
     def __init__(
         self,
         *,
@@ -437,9 +448,13 @@ class SearchResult(google.protobuf.message.Message):
         workload: perfcast.v1.serving_pb2.Workload | None = ...,
         targets: Global___Targets | None = ...,
         total_gpus: builtins.int = ...,
+        limits: perfcast.v1.serving_pb2.EngineLimits | None = ...,
+        nextn_accepted: builtins.float = ...,
+        matching: perfcast.v1.serving_pb2.Matching | None = ...,
+        kv_transfer: perfcast.v1.serving_pb2.KvTransfer | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["targets", b"targets", "workload", b"workload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["best", b"best", "closest", b"closest", "eligible", b"eligible", "experiments", b"experiments", "profile", b"profile", "targets", b"targets", "total_gpus", b"total_gpus", "workload", b"workload"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["kv_transfer", b"kv_transfer", "limits", b"limits", "matching", b"matching", "targets", b"targets", "workload", b"workload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["best", b"best", "closest", b"closest", "eligible", b"eligible", "experiments", b"experiments", "kv_transfer", b"kv_transfer", "limits", b"limits", "matching", b"matching", "nextn_accepted", b"nextn_accepted", "profile", b"profile", "targets", b"targets", "total_gpus", b"total_gpus", "workload", b"workload"]) -> None: ...
 
 Global___SearchResult: typing_extensions.TypeAlias = SearchResult
 

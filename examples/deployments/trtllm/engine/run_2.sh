@@ -10,13 +10,18 @@ mkdir -p logs
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT INT TERM
 echo "starting $ENGINE $ENGINE_VERSION on $NODE_HOST ($GPUS_PER_NODE GPUs)"
 
-CUDA_VISIBLE_DEVICES=0,1,2,3 \
+CUDA_VISIBLE_DEVICES=0,1 \
 NCCL_CUMEM_ENABLE=1 \
-trtllm-serve Qwen/Qwen3-32B-FP8 --backend pytorch --host 0.0.0.0 --port 8104 --extra_llm_api_options prefill_config.yaml \
+trtllm-serve Qwen/Qwen3-32B-FP8 --backend pytorch --host 0.0.0.0 --port 8106 --extra_llm_api_options prefill_config.yaml \
   > logs/prefill_4.log 2>&1 &
+
+CUDA_VISIBLE_DEVICES=2,3 \
+NCCL_CUMEM_ENABLE=1 \
+trtllm-serve Qwen/Qwen3-32B-FP8 --backend pytorch --host 0.0.0.0 --port 8107 --extra_llm_api_options prefill_config.yaml \
+  > logs/prefill_5.log 2>&1 &
 
 CUDA_VISIBLE_DEVICES=4,5,6,7 \
 NCCL_CUMEM_ENABLE=1 \
-trtllm-serve Qwen/Qwen3-32B-FP8 --backend pytorch --host 0.0.0.0 --port 8105 --extra_llm_api_options decode_config.yaml \
-  > logs/decode_0.log 2>&1 &
+trtllm-serve Qwen/Qwen3-32B-FP8 --backend pytorch --host 0.0.0.0 --port 8108 --extra_llm_api_options decode_config.yaml \
+  > logs/decode_2.log 2>&1 &
 wait -n

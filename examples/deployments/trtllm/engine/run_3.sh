@@ -10,13 +10,18 @@ mkdir -p logs
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT INT TERM
 echo "starting $ENGINE $ENGINE_VERSION on $NODE_HOST ($GPUS_PER_NODE GPUs)"
 
-CUDA_VISIBLE_DEVICES=0,1,2,3 \
+CUDA_VISIBLE_DEVICES=0,1 \
 NCCL_CUMEM_ENABLE=1 \
-trtllm-serve Qwen/Qwen3-32B-FP8 --backend pytorch --host 0.0.0.0 --port 8106 --extra_llm_api_options decode_config.yaml \
-  > logs/decode_1.log 2>&1 &
+trtllm-serve Qwen/Qwen3-32B-FP8 --backend pytorch --host 0.0.0.0 --port 8109 --extra_llm_api_options prefill_config.yaml \
+  > logs/prefill_6.log 2>&1 &
+
+CUDA_VISIBLE_DEVICES=2,3 \
+NCCL_CUMEM_ENABLE=1 \
+trtllm-serve Qwen/Qwen3-32B-FP8 --backend pytorch --host 0.0.0.0 --port 8110 --extra_llm_api_options prefill_config.yaml \
+  > logs/prefill_7.log 2>&1 &
 
 CUDA_VISIBLE_DEVICES=4,5,6,7 \
 NCCL_CUMEM_ENABLE=1 \
-trtllm-serve Qwen/Qwen3-32B-FP8 --backend pytorch --host 0.0.0.0 --port 8107 --extra_llm_api_options decode_config.yaml \
-  > logs/decode_2.log 2>&1 &
+trtllm-serve Qwen/Qwen3-32B-FP8 --backend pytorch --host 0.0.0.0 --port 8111 --extra_llm_api_options decode_config.yaml \
+  > logs/decode_3.log 2>&1 &
 wait -n

@@ -21,9 +21,9 @@ CUDA_VISIBLE_DEVICES=4,5,6,7 \
 NCCL_CUMEM_ENABLE=1 \
 VLLM_NIXL_SIDE_CHANNEL_HOST=node-0 \
 VLLM_NIXL_SIDE_CHANNEL_PORT=10064 \
-vllm serve Qwen/Qwen3-32B-FP8 --served-model-name Qwen/Qwen3-32B-FP8 --host 0.0.0.0 --port 8101 --tensor-parallel-size 4 --pipeline-parallel-size 1 --data-parallel-size 1 --kv-cache-dtype fp8 --max-model-len 4756 --max-num-seqs 1 --max-num-batched-tokens 4756 --gpu-memory-utilization 0.92 --no-enable-chunked-prefill --enable-prefix-caching --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_both"}' \
-  > logs/prefill_1.log 2>&1 &
+vllm serve Qwen/Qwen3-32B-FP8 --served-model-name Qwen/Qwen3-32B-FP8 --host 0.0.0.0 --port 8101 --tensor-parallel-size 4 --pipeline-parallel-size 1 --data-parallel-size 1 --kv-cache-dtype fp8 --max-model-len 4756 --max-num-seqs 13 --max-num-batched-tokens 13 --gpu-memory-utilization 0.92 --enable-chunked-prefill --enable-prefix-caching --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_both"}' \
+  > logs/decode_0.log 2>&1 &
 
-vllm-router --host 0.0.0.0 --port 8000 --policy round_robin --vllm-pd-disaggregation --prefill http://node-0:8100 --prefill http://node-0:8101 --prefill http://node-1:8102 --prefill http://node-1:8103 --prefill http://node-2:8104 --decode http://node-2:8105 --decode http://node-2:8106 --decode http://node-3:8107 --decode http://node-3:8108 --decode http://node-3:8109 --decode http://node-3:8110 \
+vllm-router --host 0.0.0.0 --port 8000 --policy round_robin --vllm-pd-disaggregation --prefill http://node-0:8100 --decode http://node-0:8101 --decode http://node-1:8102 --decode http://node-1:8103 --decode http://node-2:8104 --decode http://node-2:8105 --decode http://node-3:8106 --decode http://node-3:8107 \
   > logs/front.log 2>&1 &
 wait -n
