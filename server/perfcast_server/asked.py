@@ -20,6 +20,7 @@ from perfcast_server.errors import ServiceError, invalid
 from perfcast_server.settings import Settings
 
 MAX_COUNT = 2**31 - 1
+MAX_FACTOR = 1e6
 MAX_SIZES, MAX_MAPPINGS = 64, 1 << 20
 MAX_WORKERS, MAX_GPU_COUNTS = 512, 4096
 DEFAULT_TTFT_MS, DEFAULT_TPOT_MS = 2000.0, 30.0
@@ -70,8 +71,8 @@ def count(value: int, path: str, default: int | None = None, least: int = 1, mos
 def factor(message: Any, field: str, path: str, default: float) -> float:
     """An optional positive number."""
     value: float = getattr(message, field) if message.HasField(field) else default
-    if not 0 < value < math.inf:
-        raise invalid(path, "must be a positive finite number")
+    if not 1 / MAX_FACTOR <= value <= MAX_FACTOR:
+        raise invalid(path, f"must be a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}")
     return value
 
 
@@ -125,7 +126,10 @@ def kv_transfer(message: serving_pb2.KvTransfer) -> KvTransfer:
 
 
 def matching(message: serving_pb2.Matching) -> Matching:
-    return Matching(**{field.name: value for field, value in message.ListFields()})
+    own = Matching()
+    return Matching(
+        **{f.name: factor(message, f.name, f"matching.{f.name}", getattr(own, f.name)) for f in fields(own)}
+    )
 
 
 def space(message: search_pb2.Space, path: str, moe: bool = True) -> Space:

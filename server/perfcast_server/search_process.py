@@ -6,6 +6,7 @@ request, C(ancel) for the one in work. Out: P(rogress) as it is made, then A(nsw
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import signal
 import struct
 import sys
 import threading
+from pathlib import Path
 from typing import BinaryIO
 
 from perfcast.v1 import search_pb2
@@ -58,6 +60,9 @@ class Searcher:
                 if told.reason == "INTERNAL":
                     log.error("unforeseen error", exc_info=error, extra={"incident": incident})
                 self._send(ERROR, told.detail().SerializeToString())
+            if resident_bytes() > self._settings.max_engine_bytes:
+                predictor = Predictor(roots=self._settings.data)  # forgets the tables of all systems asked about
+                gc.collect()
 
     def _answer(self, kind: bytes, data: bytes, predictor: Predictor) -> bytes:
         settings, cancelled = self._settings, self._unwanted.is_set
@@ -85,6 +90,14 @@ class Searcher:
                 self._unwanted.clear()
                 self._asked.put((kind, data))
         os._exit(0)  # whoever asks is gone
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def main() -> None:

@@ -51,6 +51,9 @@ def recommend(
     """As ``search``."""
     if request.search.total_gpus:
         raise invalid("search.total_gpus", "is not for a recommendation; give max_gpus_total")
+    for name in ("requests_per_s", "concurrency_total"):
+        if not getattr(request, name) <= asked.MAX_COUNT:
+            raise invalid(name, f"must be at most {asked.MAX_COUNT}")
     with asked.named_as_asked():
         load = Load(
             request.requests_per_s if request.HasField("requests_per_s") else None,

@@ -1,6 +1,8 @@
 """Whole searches over analytic engines: properties that hold whatever the tables say."""
 
 import dataclasses
+import itertools
+import math
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from perfcast_engine.config import EngineConfig
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.profiles import PROFILES
-from perfcast_engine.search.grids import chunk_sizes, target_pairs, up_to
+from perfcast_engine.search.grids import DECODE_BATCHES, chunk_sizes, target_pairs, up_to
 from perfcast_engine.search.pick import Load, cluster_throughput
 from perfcast_engine.search.recommend import recommend
 from perfcast_engine.search.search import search
@@ -246,6 +248,47 @@ def test_recommend_serves_the_load_on_the_fewest_gpus(profile):
     assert widest <= 8 or profile == "corrected"
     with pytest.raises(InvalidField, match="match_load"):
         recommend(task(), ToyShop())
+
+
+@settings(deadline=None, max_examples=5)
+@given(
+    st.sampled_from(BACKENDS),
+    st.builds(Load, request_rate=st.floats(0.5, 300)) | st.builds(Load, concurrency=st.floats(1, 3000)),
+)
+def test_no_pair_of_pools_carries_a_load_on_fewer_gpus_than_recommended(backend, load):
+    """Beside every prefill and decode engine with every number of workers, one after another."""
+    limits, matching, sizes = Targets(500, 30), Matching(), (1, 2, 4, 8)
+    asked = task(backend, targets=limits, total_gpus=None, modes=("disagg",), match_load=load)
+    (found,) = recommend(asked, ToyShop()).experiments
+    engines = {engine.parallel.tp: engine for engine in found.engines}
+    batches = up_to(DECODE_BATCHES, 512)
+    fewest = math.inf
+    for tp_p, tp_d in itertools.product(sizes, sizes):
+        if backend == "sglang" and tp_p != tp_d:
+            continue
+        first = static(engines[tp_p], LOAD, 1, Phases.PREFILL).rows
+        second = static(engines[tp_d], LOAD, batches, Phases.DECODE)
+        model = engines[tp_d].memory
+        out, over = model.verdict(second.memory, model.kv_fraction())
+        good = (second.rows["tpot_ms"] <= limits.tpot_ms) & ~out & ~over
+        if first["ttft_ms"][0] * matching.ttft_factor > limits.ttft_ms:
+            continue
+        for n_p, n_d in itertools.product(range(1, 33), range(1, 33)):
+            gpus = n_p * tp_p + n_d * tp_d
+            if gpus > 128:
+                continue
+            fed = first["requests_per_s"] * n_p * matching.prefill_degradation
+            drained = second.rows["requests_per_s"] * n_d * matching.decode_degradation
+            per_replica = np.minimum(fed, drained)
+            asked_for = load.request_rate
+            if asked_for is None:
+                per_replica = np.where(fed >= drained, second.rows["concurrency"] * n_d, 0.0)
+                asked_for = load.concurrency
+            with np.errstate(divide="ignore"):
+                needed = np.maximum(1, np.ceil(asked_for / per_replica[good])) * gpus
+            fewest = min(fewest, needed.min(initial=math.inf))
+    best = found.pick.rows["gpus_needed"][0] if len(found.pick.rows) else math.inf
+    assert best <= fewest
 
 
 def test_recommend_widens_workers_until_the_model_fits():

@@ -13,6 +13,7 @@ from perfcast_engine.answer import F64, Mask
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.profiles import LISTED_GPU_COUNTS, ROUNDED_ROWS, STRICT_TARGETS, Profile
 from perfcast_engine.search.grids import Pair
+from perfcast_engine.search.pick import Load
 from perfcast_engine.serving.disaggregated import Matching, matched_rate, paired
 from perfcast_engine.serving.rows import DECIMALS, Rows, descending, first_of_group
 from perfcast_engine.serving.workload import Workload
@@ -88,11 +89,10 @@ def match(
     replica: Replica,
     matching: Matching,
     check: Check = lambda: None,
+    wanted: Load | None = None,
 ) -> Matches:
-    """The worker counts of each pair that serve most requests per GPU; of equal ones the fewest workers.
-
-    ``check`` is called now and then; what it raises ends the work.
-    """
+    """The worker counts of each pair that serve most requests per GPU, or that carry what is ``wanted`` on the fewest
+    GPUs; of equal ones the fewest workers. ``check`` is called now and then; what it raises ends the work."""
     shape = (len(decode.rows), len(prefill.rows))
     gpus_p, gpus_d = (np.broadcast_to(g, shape) for g in (prefill.rows["gpus"], decode.rows["gpus"][:, None]))
     allowed = np.ones(shape, np.bool_)
@@ -111,12 +111,27 @@ def match(
             d, p = at_d[start : start + step], at_p[start : start + step]
             rates = (prefill.rows["requests_per_s"][p][:, None], decode.rows["requests_per_s"][d][:, None])
             score = matched_rate(*rates, n_p, n_d, matching) / total
+            if wanted is not None:
+                carried = decode.rows["concurrency"][d][:, None] * n_d
+                score = _by_load(wanted, score * total, carried, rates, n_p, n_d, matching) / total
             best = np.argmax(score, axis=1)
-            found.score[d, p] = score[np.arange(len(best)), best]
+            top = score[np.arange(len(best)), best]
+            found.score[d, p] = np.where(top > 0, top, np.nan)
             found.gpus[d, p], found.prefill_workers[d, p], found.decode_workers[d, p] = (
                 values[best] for values in (total, n_p, n_d)
             )
     return found
+
+
+def _by_load(
+    wanted: Load, rate: F64, in_flight: F64, rates: tuple[F64, F64], n_p: F64, n_d: F64, matching: Matching
+) -> F64:
+    """One over the replicas that carry the load; 0 where prefill cannot feed what is in flight."""
+    if wanted.request_rate is not None:
+        return 1 / np.maximum(1, np.ceil(np.divide(wanted.request_rate, rate)))
+    fed = rates[0] * n_p * matching.prefill_degradation >= rates[1] * n_d * matching.decode_degradation
+    assert wanted.concurrency is not None
+    return fed / np.maximum(1, np.ceil(wanted.concurrency / in_flight))
 
 
 def worker_counts(gpus_p: float, gpus_d: float, counts: Sequence[int], replica: Replica) -> tuple[F64, F64]:
@@ -206,10 +221,11 @@ def every_pair(
     load: Workload,
     matching: Matching,
     check: Check = lambda: None,
+    wanted: Load | None = None,
 ) -> Rows:
     """Every decode row with every prefill row that no other beats in TTFT and rate at the same size."""
     prefill = useful(prefill, "ttft_ms")
-    found = match(prefill, decode, counts, replica, matching, check)
+    found = match(prefill, decode, counts, replica, matching, check, wanted)
     at_d, at_p = np.nonzero(~np.isnan(found.score))
     check()
     return _pairs(prefill, decode, found, at_p, at_d, load, matching)

@@ -246,6 +246,9 @@ class _Run:
             rows = match.swept(prefill, decode, counts, replica, *shared, self.pairs, self.check)
         else:
             rows = match.every_pair(prefill, decode, counts, replica, *shared, self.check)
+            if task.match_load is not None:
+                fewest = match.every_pair(prefill, decode, counts, replica, *shared, self.check, task.match_load)
+                rows = concatenated([rows, fewest]).distinct()
         if not len(rows):
             near = match.every_pair(prefill, decode, counts, replica, *shared, self.check)
             return self._nothing(near, Status.UNMET)
