@@ -23,6 +23,7 @@ COMMANDS = {
     "models": ("perfcast_cli.listing", "List the models known by name."),
     "systems": ("perfcast_cli.listing", "List GPU systems and the backends measured on them."),
     "health": ("perfcast_cli.health", "Ask a server whether it is serving."),
+    "reload": ("perfcast_cli.reload", "Let a server take up new data."),
     "data": ("perfcast_cli.data", "Build, list and verify packs of measured tables."),
     "generate": ("perfcast_cli.generate", "Write the files that deploy a chosen configuration."),
     "explain": ("perfcast_cli.explain", "Say what a command line or a manifest deploys."),

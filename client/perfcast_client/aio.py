@@ -80,6 +80,10 @@ class AsyncClient:
                 raise calls.no_contract(self.target) from None
         return self._info
 
+    async def reload_data(self, deadline_s: float | None = None) -> results.Reloaded:
+        """Let the server take up the data that are on its disk now; needs the token of an admin. Raises DataRefused."""
+        return await self._run(calls.reload_data(), deadline_s)
+
     async def systems(self, deadline_s: float | None = None) -> tuple[results.System, ...]:
         return await self._run(calls.systems(), deadline_s)
 

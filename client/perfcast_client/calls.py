@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from perfcast.v1 import API_REVISION, catalog_pb2, deploy_pb2, prediction_pb2, search_pb2, serving_pb2
+from perfcast.v1 import API_REVISION, admin_pb2, catalog_pb2, deploy_pb2, prediction_pb2, search_pb2, serving_pb2
 
 from perfcast_client import deploy, deployments, errors, results, serving
 from perfcast_client._version import __version__
-from perfcast_client.channel import DEFAULT_DEADLINE_S, SEARCH_DEADLINE_S, SURFACE_DEADLINE_S
+from perfcast_client.channel import DEFAULT_DEADLINE_S, RELOAD_DEADLINE_S, SEARCH_DEADLINE_S, SURFACE_DEADLINE_S
 from perfcast_client.config import EngineConfig
 from perfcast_client.coverage import Coverage, ModelSupport
 from perfcast_client.record import EngineLike, put_engine
@@ -22,7 +22,7 @@ from perfcast_client.steps import Step, put_columns, put_step, whole
 
 T = TypeVar("T")
 M = TypeVar("M")
-CATALOG, PREDICTION = "/perfcast.v1.Catalog/", "/perfcast.v1.Prediction/"
+CATALOG, PREDICTION, ADMIN = "/perfcast.v1.Catalog/", "/perfcast.v1.Prediction/", "/perfcast.v1.Admin/"
 SERVING, SEARCH = "/perfcast.v1.Serving/", "/perfcast.v1.Search/"
 DEPLOY = "/perfcast.v1.Deploy/"
 STREAM_STEPS = PREDICTION + "StreamSteps"
@@ -82,6 +82,11 @@ def coverage(engine: EngineLike, choose_parallel: bool) -> Call[Coverage]:
     request, inline = both(catalog_pb2.CoverageRequest(choose_parallel=choose_parallel), engine)
     response = catalog_pb2.CoverageResponse
     return Call(CATALOG + "Coverage", request, response, Coverage.of, SURFACE_DEADLINE_S, inline)
+
+
+def reload_data() -> Call[results.Reloaded]:
+    request, response = admin_pb2.ReloadDataRequest(), admin_pb2.ReloadDataResponse
+    return Call(ADMIN + "ReloadData", request, response, results.Reloaded.of, deadline_s=RELOAD_DEADLINE_S)
 
 
 def resolve(engine: EngineLike) -> Call[results.Engine]:

@@ -17,6 +17,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 DEFAULT_DEADLINE_S = 5.0
 SURFACE_DEADLINE_S = 30.0
 SEARCH_DEADLINE_S = 60.0
+RELOAD_DEADLINE_S = 600.0
 
 Metadata = Callable[[], Iterable[tuple[str, str]]]
 

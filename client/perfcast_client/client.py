@@ -241,6 +241,10 @@ class Client(Questions):
                 raise calls.no_contract(self.target) from None
         return self._info
 
+    def reload_data(self, deadline_s: float | None = None) -> results.Reloaded:
+        """Let the server take up the data that are on its disk now; needs the token of an admin. Raises DataRefused."""
+        return self._run(calls.reload_data(), deadline_s)
+
     def stream(self, engine: EngineLike) -> StepStream:
         """A stream of steps on one engine, for simulators that ask one after another."""
         self.server_info()

@@ -62,6 +62,10 @@ class PerfDataMissing(PerfcastError):
     """The engine is known, but what the question needs was not measured."""
 
 
+class DataRefused(PerfcastError):
+    """New data are damaged; the server goes on with the old ones."""
+
+
 class OutOfMemory(PerfcastError):
     """The deployment does not fit the GPU memory."""
 
@@ -124,6 +128,7 @@ class ClientMisuse(PerfcastError, RuntimeError):
 
 BY_REASON: Mapping[str, type[PerfcastError]] = {
     "UNKNOWN_HANDLE": UnknownHandle,
+    "DATA_REFUSED": DataRefused,
     "OUT_OF_MEMORY": OutOfMemory,
     "NOT_READY": NotReady,
     "CALIBRATION_OFF": CalibrationOff,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from perfcast.v1 import catalog_pb2, common_pb2, prediction_pb2
+from perfcast.v1 import admin_pb2, catalog_pb2, common_pb2, prediction_pb2
 
 from perfcast_client.config import EngineConfig, enum_word
 from perfcast_client.errors import PerfcastError, from_detail
@@ -173,6 +173,20 @@ class ServerInfo(Result):
             limits.max_points_per_request,
             limits.max_concurrent_requests,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded(Result):
+    """What a reload has done. data_version: content hash of all data; workers: processes that answer from them."""
+
+    data_version: str
+    changed: bool
+    packs: int
+    workers: int
+
+    @classmethod
+    def of(cls, m: admin_pb2.ReloadDataResponse) -> Reloaded:
+        return cls(m.data_version, m.changed, m.packs, m.workers)
 
 
 @dataclass(frozen=True, slots=True)

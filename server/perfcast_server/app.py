@@ -8,16 +8,17 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
-from perfcast.v1 import common_pb2, prediction_pb2
+from perfcast.v1 import common_pb2
 from perfcast_engine.errors import EngineError
 from perfcast_engine.predictor import Predictor
 
 from perfcast_server import (
+    admin,
     calibration,
     callers,
     catalog,
@@ -31,7 +32,8 @@ from perfcast_server import (
     surfaces,
 )
 from perfcast_server.certificates import Certificates
-from perfcast_server.engines import PROBES, Engines
+from perfcast_server.data import Checker, Data, DataRefused, OnSignal, Reloaded
+from perfcast_server.engines import PROBES, Engines, Ready
 from perfcast_server.errors import ServiceError
 from perfcast_server.lifecycle import Health, Lifecycle, State
 from perfcast_server.metrics import Metrics
@@ -70,10 +72,15 @@ def services(
 class Server:
     """One server in the running event loop: ``await start()``, then ``await stop()``.
 
-    shared_port: whether other processes listen on the same port.
+    shared_port: whether other processes listen on the same port; reload: reloads the data of all of them.
     """
 
-    def __init__(self, settings: Settings, shared_port: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        shared_port: bool = False,
+        reload: Callable[[], Awaitable[Reloaded]] | None = None,
+    ) -> None:
         self.settings = settings
         self.lifecycle = Lifecycle()
         self.metrics = Metrics()
@@ -88,8 +95,14 @@ class Server:
         self._rpc = Rpc(settings, self.lifecycle, self.metrics, self._gate)
         self._grpc = grpc.aio.server(options=_options(settings, shared_port))
         self._searchers = Searchers(settings, self.metrics)
+        self._reloading = asyncio.Lock()
+        self._checked = Checker(settings.data)
+        self._data: Data | None = None
+        self._next: tuple[Predictor, list[Ready]] | None = None
         self._states = States(settings.state_dir, settings.max_states)
         offered = services(self.engines, self._searchers, settings, self.metrics, self._states)
+        if settings.admin:
+            offered[admin.SERVICE] = admin.Admin(reload or self.reload).methods()
         health = Health(self.lifecycle, offered, self.engines.__contains__, settings.max_streams)
         handlers = [self._rpc.handlers(name, methods) for name, methods in offered.items()]
         self._grpc.add_generic_rpc_handlers((*handlers, health.handlers()))
@@ -106,17 +119,55 @@ class Server:
         self._states.open()
         self._listen()
         await self._grpc.start()
-        loop = asyncio.get_running_loop()
         try:
-            predictor = await loop.run_in_executor(self._pool, lambda: Predictor(roots=self.settings.data))
+            predictor, ready = await self.engines.off_loop(self._opened)
         except EngineError as error:
             raise SettingsError(error.message) from None
-        self.engines.adopt(predictor)
-        await self._probe(predictor)
+        self.engines.adopt(predictor, [ready])
+        self._data = _data(predictor)
         await self.lifecycle.become(State.SERVING)
         self._run(self._refresh())
         seconds = round(time.perf_counter() - began, 3)
         log.info("ready", extra={"address": self.address, "metrics_port": self.metrics_port, "seconds": seconds})
+
+    async def reload(self) -> Reloaded:
+        """Take up the data that are on disk now, in this process. Raises DataRefused."""
+        async with self._reloading:
+            data = await self._checked()
+            await self.prepare(data.version)
+            return Reloaded(data, await self.commit())
+
+    async def prepare(self, version: str) -> None:
+        """Open the data of that version beside those in use, with all engines in use. Raises DataRefused."""
+
+        def opened() -> tuple[Predictor, list[Ready]]:
+            predictor, ready = self._opened()
+            return predictor, [ready, *self.engines.ready_in(predictor)]
+
+        try:
+            predictor, ready = await self.engines.off_loop(opened)
+        except (EngineError, NotReady) as error:
+            raise DataRefused(str(error)) from None
+        if _data(predictor).version != version:
+            raise DataRefused("they changed while they were read")
+        self._next = predictor, ready
+
+    async def commit(self) -> bool:
+        """Answer from what was prepared, between two calls; whether that is anything new."""
+        if self._next is None:
+            raise DataRefused("nothing was prepared")
+        (predictor, ready), self._next, old = self._next, None, self._data
+        self.engines.adopt(predictor, ready)
+        self._rpc.forget()
+        self._searchers.renew()
+        self._data = _data(predictor)
+        self.metrics.reloads.inc()
+        log.info("data taken", extra={"version": self._data.version, "packs": self._data.packs})
+        return self._data != old
+
+    async def discard(self) -> None:
+        """Forget what was prepared."""
+        self._next = None
 
     async def stop(self) -> None:
         """Say NOT_SERVING, refuse new calls, finish the work in flight, let go of everything."""
@@ -162,15 +213,16 @@ class Server:
                 raise SettingsError(f"cannot serve metrics on {place}: {error.strerror}") from None
             self.metrics_port = self._http.server_port
 
-    async def _probe(self, predictor: Predictor) -> None:
-        """Make one engine answer each phase: the usual one, or the first that does of those that the data offer."""
+    def _opened(self) -> tuple[Predictor, Ready]:
+        """The data, and one engine that has answered each phase: the usual one, or the first that does."""
+        predictor = Predictor(roots=self.settings.data)
         last: Exception | None = None
         for config in _probe_configs(predictor):
             try:
-                ready = await self.engines.of(prediction_pb2.ResolveEngineRequest(config=config))
+                ready = self.engines.made(predictor, config)
                 for _, probe in PROBES:
                     probe(ready.engine).raise_first()
-                return
+                return predictor, ready
             except (EngineError, ServiceError) as error:
                 last = error
                 log.warning("probe failed", extra={"engine": f"{config.system}/{config.backend}", "why": str(error)})
@@ -192,6 +244,10 @@ class Server:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _data(predictor: Predictor) -> Data:
+    return Data(predictor.catalog.digest(), len(predictor.catalog.ls()))
 
 
 def _probe_configs(predictor: Predictor) -> Iterator[common_pb2.EngineConfig]:
@@ -232,6 +288,7 @@ async def run(settings: Settings, on_ready: Callable[[Server], None] = lambda se
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, OnSignal(server.reload))
     try:
         starting = asyncio.ensure_future(server.start())
         stopping = asyncio.ensure_future(stop.wait())

@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+Key = tuple[str, bytes]  # a method and a request to it
+LARGEST_KEPT = 1 << 20  # request or answer; larger ones are not worth their room
 
 
 class Lru(Generic[K, V]):
@@ -158,3 +160,16 @@ class _Show(Generic[V]):
         """Wake all who wait now."""
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+
+class Answers:
+    """What is remembered of one version of the data: answers given, and those being worked out."""
+
+    def __init__(self, bound: int) -> None:
+        self.flights: SingleFlight[Key, bytes] = SingleFlight()
+        self.kept: Lru[Key, bytes] = Lru(bound, size=lambda key, answer: len(key[1]) + len(answer) + 256)
+
+    def keep(self, key: Key, answer: bytes) -> bytes:
+        if len(answer) <= LARGEST_KEPT and len(key[1]) <= LARGEST_KEPT:
+            self.kept.put(key, answer)
+        return answer

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from time import perf_counter
@@ -33,6 +34,7 @@ class Ready:
     """An engine that has answered a probe of each phase, with what its answers say of it."""
 
     engine: Engine
+    predictor: Predictor
     stamp: common_pb2.EngineStamp
     original: common_pb2.EngineConfig
 
@@ -79,11 +81,29 @@ class Engines:
             raise ServiceError("LOADING", "tables are still loading; try again shortly")
         return self._predictor
 
-    def adopt(self, predictor: Predictor) -> None:
-        """Answer from ``predictor`` from now on; engines of an earlier one are forgotten, their handles are not."""
+    def adopt(self, predictor: Predictor, ready: Iterable[Ready] = ()) -> None:
+        """Answer from ``predictor`` from now on, with the engines that are ``ready`` there.
+
+        Engines of an earlier one are forgotten. Their handles are not: they stand for the configuration still.
+        """
         self._predictor = predictor
+        self._loads = SingleFlight(finish=True)
         self._ready.clear()
         self._handles.clear()
+        for each in ready:
+            self._keep(each)
+
+    def ready_in(self, predictor: Predictor) -> list[Ready]:
+        """The engines that are ready now, of other data, as far as they can be had there; takes its time."""
+        found = []
+        for old in self._ready.values():
+            with contextlib.suppress(EngineError, ServiceError):
+                found.append(self.made(predictor, old.original))
+        return found
+
+    async def current(self, ready: Ready) -> Ready:
+        """The same engine with the data of now."""
+        return ready if ready.predictor is self._predictor else await self._by_config(ready.original)
 
     def ready(self, request: Any) -> Ready | None:
         """The engine of a request's oneof ``engine`` if it is ready now."""
@@ -120,7 +140,8 @@ class Engines:
                 name=handle[:MAX_HANDLE],
                 field="handle",
             )
-        return await self._by_config(config)
+        known = self._handles.get(config.SerializeToString(deterministic=True))  # differs since the data changed
+        return (self._ready.get(known) if known else None) or await self._by_config(config)
 
     async def _by_config(self, config: common_pb2.EngineConfig) -> Ready:
         key = config.SerializeToString(deterministic=True)
@@ -131,23 +152,36 @@ class Engines:
         kept = common_pb2.EngineConfig()
         kept.CopyFrom(config)
         began = perf_counter()
-        engine = await self.off_loop(lambda: self._build(kept))
+        predictor = self.predictor
+        ready = await self.off_loop(lambda: self.made(predictor, kept))
         seconds = perf_counter() - began
         self._metrics.load_seconds.observe(seconds)
-        handle = engine.handle
-        ready = self._ready.get(handle) or Ready(engine, wire.stamp(engine), kept)
-        self._ready.put(handle, ready)
-        self._configs.put(handle, kept)
+        if predictor is not self._predictor:
+            return ready  # good for whoever asked; the next one gets it with the new data
+        handle = ready.stamp.handle
+        ready = self._ready.get(handle) or ready
+        self._keep(ready)
         self._handles.put(key, handle)
-        while len(self._ready) > 1 and self.table_bytes() > self._settings.max_engine_bytes:
-            self._ready.pop_oldest()
         log.info("engine ready", extra={"handle": handle, "seconds": round(seconds, 4), "system": kept.system})
         self._changed()
         return ready
 
-    def _build(self, config: common_pb2.EngineConfig) -> Engine:
+    def _keep(self, ready: Ready) -> None:
+        handle = ready.stamp.handle
+        self._ready.put(handle, ready)
+        self._configs.put(handle, ready.original)
+        self._handles.put(ready.original.SerializeToString(deterministic=True), handle)
+        while len(self._ready) > 1 and self.table_bytes() > self._settings.max_engine_bytes:
+            self._ready.pop_oldest()
+
+    def made(self, predictor: Predictor, config: common_pb2.EngineConfig) -> Ready:
+        """The engine of ``config`` with the data of ``predictor``; takes its time."""
+        engine = self._build(predictor, config)
+        return Ready(engine, predictor, wire.stamp(engine), config)
+
+    def _build(self, predictor: Predictor, config: common_pb2.EngineConfig) -> Engine:
         try:
-            engine = self.predictor.engine(wire.engine_config(config, self._settings.max_config_json_bytes))
+            engine = predictor.engine(wire.engine_config(config, self._settings.max_config_json_bytes))
         except InvalidField as error:
             raise wire.in_request(error) from error
         for _, probe in PROBES:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from wsgiref.simple_server import WSGIServer
 
+import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
+
+from perfcast_server.errors import code_name
 
 RPC = ("grpc_type", "grpc_service", "grpc_method")
 RPC_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
@@ -53,9 +57,34 @@ class Metrics:
         self.correction_factor = Gauge(
             "correction_factor", "Mean factor of a calibration state", ("engine", "state", "kind"), registry=registry
         )
+        self.reloads = Counter("data_reloads", "Times that data were read anew and taken", registry=registry)
         self.refusals = Counter("refusals", "Calls refused, by reason", ("reason",), registry=registry)
 
     def serve(self, host: str, port: int) -> WSGIServer:
         """Start the HTTP endpoint in a thread of its own; the server's ``server_port`` says where."""
         server, _thread = start_http_server(port, host, self.registry)
         return server
+
+
+class Meter:
+    """The grpc_server_* metrics of one method, resolved once."""
+
+    def __init__(self, metrics: Metrics, kind: str, service: str, method: str) -> None:
+        labels = (kind, service, method)
+        self.name = f"{service}/{method}"
+        self._started = metrics.started.labels(*labels)
+        self._seconds = metrics.seconds.labels(*labels)
+        self._labels, self._outcomes = labels, metrics.handled
+        self._handled = {grpc.StatusCode.OK: metrics.handled.labels(*labels, "OK")}
+        self.received = metrics.received.labels(*labels)
+        self.sent = metrics.sent.labels(*labels)
+
+    def start(self) -> float:
+        self._started.inc()
+        return perf_counter()
+
+    def finish(self, began: float, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
+        self._seconds.observe(perf_counter() - began)
+        if code not in self._handled:
+            self._handled[code] = self._outcomes.labels(*self._labels, code_name(code))
+        self._handled[code].inc()

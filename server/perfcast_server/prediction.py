@@ -114,6 +114,8 @@ class Prediction:
                 if request.WhichOneof("engine") is not None:
                     ready = await self._engines.of(request)
                     answer.engine.CopyFrom(ready.stamp)
+                elif ready is not None and ready is not (ready := await self._engines.current(ready)):
+                    answer.engine.CopyFrom(ready.stamp)  # its data have changed
                 if ready is None:
                     raise invalid("engine", "is missing in the first message; give config or handle")
                 answer.latency_ms = await self._streamed(ready, asked)

@@ -9,23 +9,19 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from perfcast_server.cache import Lru, SingleFlight
+from perfcast_server.cache import Answers, Key
 from perfcast_server.callers import Caller, Gate
-from perfcast_server.errors import ServiceError, code_name, invalid, refusal
+from perfcast_server.errors import ServiceError, invalid, refusal
 from perfcast_server.lifecycle import Lifecycle, draining
-from perfcast_server.metrics import Metrics
+from perfcast_server.metrics import Meter, Metrics
 from perfcast_server.settings import Settings
 
 log = logging.getLogger("perfcast.rpc")
-
-LARGEST_KEPT = 1 << 20  # request or answer; larger ones are not worth their room in the cache
-Key = tuple[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class Unary:
     """One RPC: its name, the type of its request, and what answers it.
 
     ``at_once`` may answer a request without waiting for anything; None where it would have to. ``pure``: whether equal
-    requests have equal answers; those of others are neither kept nor shared.
+    requests have equal answers; those of others are neither kept nor shared. ``admin``: for admins only.
     """
 
     name: str
@@ -41,6 +37,7 @@ class Unary:
     answer: Callable[[Any], Awaitable[Message | bytes]]
     at_once: Callable[[Any], Message | None] = lambda request: None
     pure: Callable[[Any], bool] = lambda request: True
+    admin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +90,13 @@ class Rpc:
         self._streams = 0
         self._idle: set[asyncio.Task[Any]] = set()
         self._ended: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
-        self._flights: SingleFlight[Key, bytes] = SingleFlight()
-        self._kept: Lru[Key, bytes] = Lru(
-            settings.response_cache_bytes, size=lambda key, answer: len(key[1]) + len(answer) + 256
-        )
-
+        self._answers = Answers(settings.response_cache_bytes)
         metrics.in_work.set_function(lambda: self._in_work)
-        metrics.response_bytes.set_function(lambda: self._kept.held)
+        metrics.response_bytes.set_function(lambda: self._answers.kept.held)
 
     def forget(self) -> None:
-        """Drop all kept answers; for when the data behind them change."""
-        self._kept.clear()
+        """Drop all kept answers, and those to come of work that has begun; for when the data behind them change."""
+        self._answers = Answers(self._settings.response_cache_bytes)
 
     def handlers(self, service: str, methods: Iterable[Method]) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(
@@ -118,15 +111,15 @@ class Rpc:
         return grpc.stream_stream_rpc_method_handler(self._stream(service, method))
 
     def _unary(self, service: str, method: Unary) -> Callable[[bytes, Any], Awaitable[bytes]]:
-        meter = _Meter(self._metrics, "unary", service, method.name)
+        meter = Meter(self._metrics, "unary", service, method.name)
         path = f"{service}/{method.name}"
 
         async def handle(request: bytes, context: Any) -> bytes:
             began = meter.start()
             key = (path, request)
             try:
-                caller = self._let_in(context)
-                answer = self._kept.get(key)
+                caller = self._let_in(context, method.admin)
+                answer = self._answers.kept.get(key)
                 if answer is not None:
                     self._metrics.response_hits.inc()
                     meter.finish(began)
@@ -142,12 +135,14 @@ class Rpc:
 
         return handle
 
-    def _let_in(self, context: Any) -> Caller | None:
-        """Who calls, where that matters; refused if not known or if over the quota."""
+    def _let_in(self, context: Any, admin: bool = False) -> Caller | None:
+        """Who calls, where that matters; refused if not known, not allowed to, or over the quota."""
         if self._gate is None:
             return None
         caller = self._gate.caller(context)
         self._gate.quotas.take(caller)
+        if admin and not caller.admin:
+            raise ServiceError("FORBIDDEN", "this call is for admins only")
         return caller
 
     def _owed_s(self, caller: Caller) -> float:
@@ -193,14 +188,18 @@ class Rpc:
         answer = method.at_once(request)
         pure = method.pure(request)
         if answer is not None:
-            return self._kept_bytes(key, answer) if pure else self._bytes(answer)
+            return self._answers.keep(key, self._bytes(answer)) if pure else self._bytes(answer)
         with self._working(caller):
             if not pure:
                 return self._bytes(await method.answer(request))
-            return await self._flights.do(key, lambda: self._answered(method, key, request))
+            return await self._answers.flights.do(key, lambda: self._answered(method, key, request))
 
     async def _answered(self, method: Unary, key: Key, request: Any) -> bytes:
-        return self._kept_bytes(key, await method.answer(request))
+        while True:
+            answers = self._answers
+            answer = self._bytes(await method.answer(request))
+            if answers is self._answers:  # else the data have changed meanwhile, and the answer may be of both
+                return answers.keep(key, answer)
 
     def _bytes(self, answer: Message | bytes) -> bytes:
         data = answer if isinstance(answer, bytes) else answer.SerializeToString()
@@ -213,36 +212,31 @@ class Rpc:
             )
         return data
 
-    def _kept_bytes(self, key: Key, answer: Message | bytes) -> bytes:
-        data = self._bytes(answer)
-        if len(data) <= LARGEST_KEPT and len(key[1]) <= LARGEST_KEPT:
-            self._kept.put(key, data)
-        return data
-
     def _server_stream(self, service: str, method: ServerStream) -> Callable[[bytes, Any], Awaitable[None]]:
-        meter = _Meter(self._metrics, "server_stream", service, method.name)
+        meter = Meter(self._metrics, "server_stream", service, method.name)
         path = f"{service}/{method.name}"
 
         async def handle(data: bytes, context: Any) -> None:
             began = meter.start()
-            key = (path, data)
-            answer: Message | bytes | None = self._kept.get(key) if method.keeps_last else None
+            key, answers = (path, data), self._answers
+            last: bytes | None = answers.kept.get(key) if method.keeps_last else None
             try:
                 caller = self._let_in(context)
-                if answer is not None:
+                if last is not None:
                     self._metrics.response_hits.inc()
-                    await context.write(answer)
+                    await context.write(last)
                     meter.sent.inc()
                     meter.finish(began)
                     return
                 self._admit(context)
                 with self._working(caller):
-                    async with aclosing(method.answers(parsed(method.request, data))) as answers:
-                        async for answer in answers:
-                            await context.write(self._bytes(answer))
+                    async with aclosing(method.answers(parsed(method.request, data))) as told:
+                        async for answer in told:
+                            last = self._bytes(answer)
+                            await context.write(last)
                             meter.sent.inc()
-                if method.keeps_last and answer is not None:
-                    self._kept_bytes(key, answer)
+                if method.keeps_last and last is not None:
+                    answers.keep(key, last)
             except asyncio.CancelledError:
                 meter.finish(began, grpc.StatusCode.CANCELLED)
                 raise
@@ -253,7 +247,7 @@ class Rpc:
         return handle
 
     def _stream(self, service: str, method: Stream) -> Callable[[Any, Any], Awaitable[None]]:
-        meter = _Meter(self._metrics, "bidi_stream", service, method.name)
+        meter = Meter(self._metrics, "bidi_stream", service, method.name)
 
         async def requests(context: Any, task: asyncio.Task[Any], caller: Caller | None) -> AsyncIterator[Any]:
             while True:
@@ -314,7 +308,7 @@ class Rpc:
             self._ended.add(task)
             task.cancel()
 
-    async def _abort(self, error: Exception, context: Any, meter: _Meter, began: float) -> NoReturn:
+    async def _abort(self, error: Exception, context: Any, meter: Meter, began: float) -> NoReturn:
         incident = secrets.token_hex(4)
         told = refusal(error, incident)
         if told.code is grpc.StatusCode.INTERNAL:
@@ -327,27 +321,3 @@ class Rpc:
         meter.finish(began, told.code)
         await context.abort(told.code, told.message, told.trailers())
         raise AssertionError("abort returned")
-
-
-class _Meter:
-    """The grpc_server_* metrics of one method, resolved once."""
-
-    def __init__(self, metrics: Metrics, kind: str, service: str, method: str) -> None:
-        labels = (kind, service, method)
-        self.name = f"{service}/{method}"
-        self._started = metrics.started.labels(*labels)
-        self._seconds = metrics.seconds.labels(*labels)
-        self._labels, self._outcomes = labels, metrics.handled
-        self._handled = {grpc.StatusCode.OK: metrics.handled.labels(*labels, "OK")}
-        self.received = metrics.received.labels(*labels)
-        self.sent = metrics.sent.labels(*labels)
-
-    def start(self) -> float:
-        self._started.inc()
-        return perf_counter()
-
-    def finish(self, began: float, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
-        self._seconds.observe(perf_counter() - began)
-        if code not in self._handled:
-            self._handled[code] = self._outcomes.labels(*self._labels, code_name(code))
-        self._handled[code].inc()

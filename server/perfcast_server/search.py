@@ -19,7 +19,7 @@ class Search:
 
     def __init__(self, searchers: Searchers) -> None:
         self._searchers = searchers
-        self._running: Broadcast[bytes, bytes] = Broadcast()
+        self._running: Broadcast[tuple[int, bytes], bytes] = Broadcast()
 
     def methods(self) -> tuple[Method, ...]:
         return (
@@ -29,7 +29,8 @@ class Search:
 
     def search(self, request: search_pb2.SearchRequest) -> AsyncGenerator[bytes]:
         data = request.SerializeToString(deterministic=True)
-        return self._running.watch(data, lambda: self._searchers.ask(SEARCH, data))
+        key = self._searchers.generation, data
+        return self._running.watch(key, lambda: self._searchers.ask(SEARCH, data))
 
     async def recommend(self, request: search_pb2.RecommendRequest) -> bytes:
         (answer,) = [told async for told in self._searchers.ask(RECOMMEND, request.SerializeToString())]

@@ -16,7 +16,7 @@ from perfcast.v1 import common_pb2
 from perfcast_server.errors import ServiceError
 from perfcast_server.metrics import Metrics
 from perfcast_server.search_process import CANCEL, ERROR, HEADER, PROGRESS
-from perfcast_server.settings import Settings
+from perfcast_server.settings import Settings, child_environment
 
 log = logging.getLogger("perfcast.search")
 
@@ -28,6 +28,7 @@ class Searchers:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings = settings
+        self.generation = 0
         self._asked = 0
         self._working = 0
         self._stopping: set[asyncio.Task[None]] = set()
@@ -47,6 +48,7 @@ class Searchers:
         self._asked += 1
         try:
             process = await self._free.get()
+            await process.of(self.generation)
             with self._seconds.time():
                 async with aclosing(self._answers(process, kind, request)) as answers:
                     async for data in answers:
@@ -72,6 +74,10 @@ class Searchers:
                 self._stopping.add(task)
                 task.add_done_callback(self._stopping.discard)
 
+    def renew(self) -> None:
+        """Search in data read anew from now on; what is in work goes on with the old."""
+        self.generation += 1
+
     async def _stop(self, process: _Process) -> None:
         await process.cancel()
         self._give_back(process)
@@ -92,6 +98,13 @@ class _Process:
         self._settings = settings
         self._child: asyncio.subprocess.Process | None = None
         self._header: tuple[bytes, int] | None = None
+        self._generation = 0
+
+    async def of(self, generation: int) -> None:
+        """Let the next request find data that are not older."""
+        if self._generation != generation:
+            self._generation = generation
+            await self.close()
 
     async def send(self, kind: bytes, data: bytes = b"") -> None:
         if self._child is None or self._child.returncode is not None:
@@ -143,7 +156,6 @@ class _Process:
             await child.wait()
 
     async def _started(self) -> asyncio.subprocess.Process:
-        path = os.pathsep.join(part for part in sys.path if part)
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -151,7 +163,7 @@ class _Process:
             json.dumps(asdict(self._settings)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -26,6 +27,11 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def child_environment() -> dict[str, str]:
+    """For another interpreter that imports what this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -43,6 +49,7 @@ class Settings:
     tls_key: str = _setting("", "PEM key of that certificate")
     tls_client_ca: str = _setting("", "PEM roots that a client's certificate must come from; empty asks for none")
     insecure_anywhere: bool = _setting(False, "without TLS, listen on other addresses than loopback too")
+    admin: bool = _setting(False, "serve perfcast.v1.Admin to callers whose token is marked admin")
     token_file: str = _setting("", "callers, one 'NAME TOKEN [admin]' a line; every call needs a bearer token then")
     caller_requests_per_s: float = _setting(0.0, "calls per second of one caller in one process; 0 is no bound")
     caller_burst: float = _setting(0.0, "calls that a quiet caller may make at once; 0 is those of one second")
@@ -89,6 +96,8 @@ class Settings:
                 raise SettingsError(f"{item.name}: {value} is less than {least}")
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
             raise SettingsError("tls_cert and tls_key are needed together, and by tls_client_ca")
+        if self.admin and not self.token_file:
+            raise SettingsError("admin: needs a token_file that says who may")
         if self.workers < 1 or (self.workers > 1 and (self.unix_socket or not self.host)):
             raise SettingsError("workers: several can share a TCP port, not a Unix socket")
         if max(self.port, self.metrics_port) > 65535:

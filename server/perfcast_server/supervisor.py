@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,7 +17,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, start_h
 
 from perfcast_server import logs
 from perfcast_server.control import Answers, Gone, Peer, Refused
-from perfcast_server.settings import NotReady, Settings, SettingsError, address, require_guarded
+from perfcast_server.data import CHECK_S, Checker, DataRefused, OnSignal, Reloaded
+from perfcast_server.settings import NotReady, Settings, SettingsError, address, child_environment, require_guarded
 from perfcast_server.totals import Pulled, Totals
 
 log = logging.getLogger("perfcast.supervisor")
@@ -32,7 +32,13 @@ HUNG_S = 30.0  # a worker that answers nothing for as long is killed
 class Slot:
     """The place of one worker, filled again whenever it ends."""
 
-    def __init__(self, number: int, settings: Settings, ended: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        settings: Settings,
+        ended: Callable[[int], None],
+        reload: Callable[[], Awaitable[Reloaded]],
+    ) -> None:
         self.number = number
         self.restarts = 0
         self.peer: Peer | None = None
@@ -41,6 +47,7 @@ class Slot:
         self.process: asyncio.subprocess.Process | None = None
         self._settings = settings
         self._ended = ended
+        self._reload_all = reload
         self._heard = time.monotonic()
         self._closing = False
 
@@ -90,10 +97,15 @@ class Slot:
             *(sys.executable, "-m", "perfcast_server.worker", str(fd)),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(fd,),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=child_environment(),
         )
         theirs.close()
-        answers: Answers = {"settings": self._told_settings, "ready": self._is_ready, "failed": self._has_failed}
+        answers: Answers = {
+            "settings": self._told_settings,
+            "ready": self._is_ready,
+            "failed": self._has_failed,
+            "reload": self._reload,
+        }
         self.peer = await Peer.over(ours, answers)
         try:
             return await self.process.wait()
@@ -103,6 +115,9 @@ class Slot:
 
     async def _told_settings(self) -> dict[str, Any]:
         return asdict(self._settings)
+
+    async def _reload(self) -> dict[str, Any]:
+        return asdict(await self._reload_all())
 
     async def _is_ready(self) -> None:
         self.up, self._heard = True, time.monotonic()
@@ -126,6 +141,8 @@ class Supervisor:
         self.slots: list[Slot] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._totals = Totals()
+        self._reloading = asyncio.Lock()
+        self._checked = Checker(settings.data)
         self._port: socket.socket | None = None
         self._http: Any = None
         self._loop = asyncio.get_running_loop()
@@ -139,13 +156,29 @@ class Supervisor:
         if self.settings.metrics_port >= 0:
             self._serve_metrics()
         own = replace(self.settings, port=port, metrics_port=-1, workers=1)
-        self.slots = [Slot(number, own, self._totals.end) for number in range(self.settings.workers)]
+        self.slots = [Slot(number, own, self._totals.end, self.reload) for number in range(self.settings.workers)]
         self._tasks = [asyncio.create_task(slot.keep()) for slot in self.slots]
         await asyncio.gather(*(slot.first for slot in self.slots))
         self._tasks.append(asyncio.create_task(self._watch()))
         log.info(
             "ready", extra={"address": self.address, "metrics_port": self.metrics_port, "workers": len(self.slots)}
         )
+
+    async def reload(self) -> Reloaded:
+        """Let all workers take up the data that are on disk now, or none of them. Raises DataRefused."""
+        async with self._reloading:
+            data = await self._checked()
+            up = [slot for slot in self.slots if slot.up]  # the others will start with these data
+            for _, failure in await _asked(up, "prepare", CHECK_S, version=data.version):
+                if isinstance(failure, BaseException):
+                    await _asked(up, "discard")
+                    raise DataRefused(str(failure)) from None
+            told = await _asked(up, "commit")
+            for slot, changed in told:
+                if isinstance(changed, BaseException):
+                    log.error("worker does not take the data", extra={"worker": slot.number, "why": str(changed)})
+                    slot.kill()
+            return Reloaded(data, any(changed is True for _, changed in told), len(up))
 
     async def stop(self) -> None:
         """Drain all workers at once; those that take too long are killed."""
@@ -206,6 +239,12 @@ class Supervisor:
         return list(counter.collect())
 
 
+async def _asked(slots: Sequence[Slot], what: str, timeout_s: float = 30.0, **arguments: Any) -> list[tuple[Slot, Any]]:
+    """What each says, or what it fails with."""
+    told = await asyncio.gather(*(slot.ask(what, timeout_s, **arguments) for slot in slots), return_exceptions=True)
+    return list(zip(slots, told, strict=True))
+
+
 def hold(host: str, port: int) -> socket.socket:
     """A socket that keeps the port for processes that share it: nobody else's, and never listening itself."""
     try:
@@ -226,6 +265,7 @@ async def run(settings: Settings, on_ready: Callable[[Supervisor], None] = lambd
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, OnSignal(supervisor.reload))
     starting = asyncio.ensure_future(supervisor.start())
     stopping = asyncio.ensure_future(stop.wait())
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from operator import add
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric
@@ -12,7 +13,11 @@ from prometheus_client.registry import Collector
 Snapshot = list[list[Any]]
 Key = tuple[str, tuple[tuple[str, str], ...]]
 GROWING = ("counter", "histogram", "summary")
-LEAST = "process_start_time_seconds"  # the one figure that is not a sum over processes
+# Figures that are not sums over processes: how the next process's adds to what was found.
+MERGED: Mapping[str, Callable[[float, float], float]] = {
+    "process_start_time_seconds": min,
+    "correction_factor": lambda had, value: value,
+}
 
 
 def snapshot(registry: CollectorRegistry) -> Snapshot:
@@ -54,8 +59,7 @@ class Totals:
             for name, _, _, samples in taken:
                 for sample, labels, value in samples:
                     key = _key(sample, labels)
-                    had = sums.get(key)
-                    sums[key] = value if had is None else min(had, value) if name == LEAST else had + value
+                    sums[key] = MERGED.get(name, add)(sums[key], value) if key in sums else value
         found: dict[str, Metric] = {}
         for key, value in sums.items():
             name = self._family[key]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -195,12 +196,22 @@ class Catalog:
         """All packs, by system, backend and version."""
         return [self._packs[key] for key in sorted(self._packs)]
 
-    def verify(self) -> list[EngineError]:
-        """Read and check everything: the problems found, none when all is well."""
+    def digest(self) -> str:
+        """Content hash of all systems and packs: equal data have equal digests."""
+        found = [f"{name} {self._specs[name]!r}" for name in sorted(self._specs)]
+        for info in self.ls():
+            digest = "" if info.problem is not None else self._opened(info.path).digest
+            found.append(f"{info.system} {info.backend} {info.version} {digest}")
+        return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+
+    def verify(self, known: Container[Path] = ()) -> list[EngineError]:
+        """Read and check everything but the packs ``known`` to be good: the problems found, none when all is well."""
         problems = [spec for spec in self._specs.values() if isinstance(spec, EngineError)]
         for info in self.ls():
             if info.problem is not None:
                 problems.append(info.problem)
+                continue
+            if info.path in known:
                 continue
             try:
                 self._opened(info.path).verify()
