@@ -7,13 +7,13 @@ from dataclasses import fields
 from typing import Any
 
 from perfcast.v1 import calibration_pb2
-from perfcast_engine.errors import InvalidField
 from perfcast_engine.planner.pass_model import LearningOptions, PassModel
 from perfcast_engine.planner.samples import Features, SampleStore
 from perfcast_engine.planner.telemetry import MAX_COUNT, Kind
 from perfcast_engine.step import StepModel
 
 from perfcast_server.errors import invalid
+from perfcast_server.loads import named
 
 FORMAT = 1
 COLD_START_FACTOR = 1.15
@@ -38,8 +38,9 @@ def options_of(message: calibration_pb2.LearningOptions) -> LearningOptions:
             values[item.name] = given or getattr(DEFAULTS, item.name)
     for name, most in (("max_observations", MAX_OBSERVATIONS), ("bucket_count", MAX_BUCKETS)):
         if values[name] > most:
-            raise InvalidField(f"options.{name}", f"must be at most {most}", why="option")
-    return LearningOptions(**values)
+            raise invalid(f"options.{name}", f"must be at most {most}")
+    with named("options"):
+        return LearningOptions(**values)
 
 
 def options_message(options: LearningOptions) -> calibration_pb2.LearningOptions:
@@ -84,7 +85,8 @@ def model_of(state: calibration_pb2.CalibrationState, steps: StepModel | None) -
         columns = [iter(told.features)] * axes
         points: list[Features] = list(zip(*columns, strict=True))
         lower, upper = _bounds(told.lower_seen, axes, name), _bounds(told.upper_seen, axes, name)
-        model.restore(kind, points, list(told.values), lower, upper)
+        with named(f"state.{name}"):
+            model.restore(kind, points, list(told.values), lower, upper)
     _check_clients(state)
     return model
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from perfcast.v1 import common_pb2, planner_pb2
+from perfcast_engine.errors import InvalidField
 from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, RankLoads
 from perfcast_engine.planner.queries import Scenario
 from perfcast_engine.planner.telemetry import MAX_COUNT, Iteration, RankRecord, in_rank_order
@@ -23,6 +25,31 @@ ROLES = {
 }
 OF_CONFIG = {"both": EngineRole.AGGREGATED, "prefill": EngineRole.PREFILL, "decode": EngineRole.DECODE}
 LOADS = RankLoads.__slots__
+LIMITS = {
+    "max_num_batched_tokens": "max_num_batched_tokens_per_rank",
+    "max_num_seqs": "max_num_seqs_total",
+    "max_kv_tokens": "max_kv_tokens_total",
+    "attention_dp": "attention_dp",
+}
+COUNTS = {
+    "num_prefill_requests": "prefill_requests",
+    "sum_prefill_tokens": "prefill_tokens",
+    "sum_prefill_kv_tokens": "prefill_kv_tokens",
+    "num_decode_requests": "decode_requests",
+    "sum_decode_kv_tokens": "decode_kv_tokens",
+}
+
+
+@contextmanager
+def named(path: str, names: Mapping[str, str] = {}) -> Iterator[None]:
+    """Tell a field that the engine refuses by its path in the request. ``names``: where the contract's differ."""
+    try:
+        yield
+    except InvalidField as error:
+        own = error.details["field"]
+        field = f"{path}.{names.get(own, own)}".lstrip(".")
+        told = error.message.removeprefix(f"{own}: ").removeprefix(f"{own} ")
+        raise invalid(field, told) from None
 
 
 def role_of(number: int, ready: Ready | None) -> EngineRole:
@@ -42,13 +69,9 @@ def limits_of(message: planner_pb2.SchedulerLimits, ready: Ready | None) -> Engi
         ranks = own
     elif ranks > MAX_RANKS:
         raise invalid("limits.attention_dp", f"must be at most {MAX_RANKS}")
-    given = {
-        "max_num_batched_tokens": message.max_num_batched_tokens_per_rank,
-        "max_num_seqs": message.max_num_seqs_total,
-        "max_kv_tokens": message.max_kv_tokens_total,
-        "attention_dp": ranks,
-    }
-    return EngineLimits(**{name: value for name, value in given.items() if value})
+    given = {name: getattr(message, field) for name, field in LIMITS.items()} | {"attention_dp": ranks}
+    with named("limits", LIMITS):
+        return EngineLimits(**{name: value for name, value in given.items() if value})
 
 
 def iteration_of(message: planner_pb2.Iteration, path: str) -> Iteration:
@@ -58,18 +81,19 @@ def iteration_of(message: planner_pb2.Iteration, path: str) -> Iteration:
         raise invalid(f"{path}.ranks", "is empty")
     if len({rank.dp_rank for rank in ranks}) != len(ranks):
         raise invalid(f"{path}.ranks", "holds a dp_rank twice")
-    return in_rank_order(
-        RankRecord(
-            rank.prefill_requests,
-            rank.prefill_tokens,
-            rank.prefill_kv_tokens,
-            rank.decode_requests,
-            rank.decode_kv_tokens,
-            rank.wall_time_s,
-            rank.dp_rank,
+    with named(f"{path}.ranks", COUNTS):
+        return in_rank_order(
+            RankRecord(
+                rank.prefill_requests,
+                rank.prefill_tokens,
+                rank.prefill_kv_tokens,
+                rank.decode_requests,
+                rank.decode_kv_tokens,
+                rank.wall_time_s,
+                rank.dp_rank,
+            )
+            for rank in ranks
         )
-        for rank in ranks
-    )
 
 
 Rows = list[list[int]]
@@ -112,7 +136,7 @@ def loads_of(workers: Sequence[Rows]) -> RankLoads:
     return RankLoads(*(table[:, :, column] for column in range(len(LOADS))))
 
 
-def scenario_of(message: planner_pb2.Scenario) -> Scenario:
+def scenario_of(message: planner_pb2.Scenario, path: str) -> Scenario:
     given: dict[str, Any] = {
         name: getattr(message, name)
         for name in ("kv_hit_rate", "next_prompt_tokens", "next_decode_kv_tokens", "drain_beside_queued_decodes",
@@ -121,7 +145,8 @@ def scenario_of(message: planner_pb2.Scenario) -> Scenario:
     for name in ("queue_scale", "decode_scale"):
         if message.HasField(name):
             given[name] = getattr(message, name)
-    return Scenario(**given, itl_with_scheduled_prefill=not message.itl_with_usual_prefill_only)
+    with named(path):
+        return Scenario(**given, itl_with_scheduled_prefill=not message.itl_with_usual_prefill_only)
 
 
 def check_points(points: int, settings: Settings) -> None:

@@ -29,6 +29,7 @@ from perfcast_server.states import States
 SERVICE = "perfcast.v1.Planner"
 OBJECTIVES = (Objective.THROUGHPUT, Objective.THROUGHPUT, Objective.LATENCY)
 INFEASIBLE = (OnInfeasible.CLOSEST, OnInfeasible.CLOSEST, OnInfeasible.MAX_RPS, OnInfeasible.NONE)
+USUAL = ("usual_prefill_tokens_per_rank", "usual_prefill_requests_per_rank")
 POINTS_PER_MESSAGE = 256
 LAW_FIELDS = {
     "min_batch": "min_batch_per_rank",
@@ -39,6 +40,13 @@ LAW_FIELDS = {
     "max_input_tokens": "max_input_tokens",
     "max_prompts": "max_prompts_per_rank",
     "max_num_batched_tokens": "max_num_batched_tokens_per_rank",
+}
+SWEEP_FIELDS = {
+    "isl": "isl_tokens",
+    "osl": "osl_tokens",
+    "max_context_tokens": "max_context_tokens",
+    "max_kv_tokens_per_rank": "max_kv_tokens_per_rank",
+    "max_concurrency": "max_concurrency_total",
 }
 BOOTSTRAP_DEFAULTS = {"isl": 3000, "osl": 150, "max_context_tokens": 16384}
 
@@ -116,8 +124,7 @@ class Planner:
         )
 
     async def decode_itl(self, request: planner_pb2.DecodeItlRequest) -> Message:
-        tokens = loads.usual(request.usual_prefill_tokens_per_rank, "usual_prefill_tokens_per_rank")
-        requests = loads.usual(request.usual_prefill_requests_per_rank, "usual_prefill_requests_per_rank")
+        tokens, requests = (loads.usual(getattr(request, name), name) for name in USUAL)
         told, asked = await self._outlook(request, tokens, requests, itl=True)
         return planner_pb2.DecodeItlResponse(engine=asked.stamp, state_version=asked.version, itl_s=_ready(told.itl_s))
 
@@ -188,7 +195,8 @@ class Planner:
     async def fit_latency_law(self, request: planner_pb2.FitLatencyLawRequest) -> Message:
         ready = await self._engines.of(request)
         given = {name: getattr(request.box, field) for name, field in LAW_FIELDS.items()}
-        box = LawBox(**{name: value for name, value in given.items() if value})
+        with loads.named("box", LAW_FIELDS):
+            box = LawBox(**{name: value for name, value in given.items() if value})
         law = await self._engines.off_loop(lambda: fit_latency_law(ready.engine.steps, box))
         return planner_pb2.FitLatencyLawResponse(
             engine=ready.stamp,
@@ -224,17 +232,18 @@ def _capacity_request(request: planner_pb2.CapacityRequest) -> CapacityRequest:
     for name, values in (("objective", OBJECTIVES), ("on_infeasible", INFEASIBLE)):
         if not 0 <= getattr(request, name) < len(values):
             raise invalid(name, f"has the unknown value {getattr(request, name)}")
-    return CapacityRequest(
-        isl=request.isl_tokens,
-        osl=request.osl_tokens,
-        **targets,
-        accept_length=request.accept_length_tokens,
-        kv_hit_rate=request.kv_hit_rate,
-        objective=OBJECTIVES[request.objective],
-        on_infeasible=INFEASIBLE[request.on_infeasible],
-        legacy_rank_split=request.legacy_rank_split,
-        legacy_single_request=request.legacy_single_request,
-    )
+    with loads.named("", {"isl": "isl_tokens", "osl": "osl_tokens", **fields}):
+        return CapacityRequest(
+            isl=request.isl_tokens,
+            osl=request.osl_tokens,
+            **targets,
+            accept_length=request.accept_length_tokens,
+            kv_hit_rate=request.kv_hit_rate,
+            objective=OBJECTIVES[request.objective],
+            on_infeasible=INFEASIBLE[request.on_infeasible],
+            legacy_rank_split=request.legacy_rank_split,
+            legacy_single_request=request.legacy_single_request,
+        )
 
 
 def _capacity_point(found: Capacity) -> planner_pb2.CapacityPoint:
@@ -258,21 +267,18 @@ def _capacity_columns(found: Capacity) -> planner_pb2.CapacityColumns:
 def _tick(group: planner_pb2.TickGroup, asked: Timed) -> planner_pb2.TickAnswer:
     """All workers of a group in one evaluation; those whose ranks are refused are told so."""
     role, limits = loads.role_of(group.role, asked.ready), loads.limits_of(group.limits, asked.ready)
-    scenarios = [loads.scenario_of(scenario) for scenario in group.scenarios] or [Scenario()]
+    scenarios = [loads.scenario_of(each, f"scenarios[{i}]") for i, each in enumerate(group.scenarios)] or [Scenario()]
     answers = [planner_pb2.WorkerOutlook(worker_id=worker.worker_id) for worker in group.workers]
     good, rows, usual = [], [], []
     for worker, answer in zip(group.workers, answers, strict=True):
         try:
-            rows.append(loads.rank_rows(worker.ranks, limits))
-            usual.append(
-                [
-                    loads.usual(getattr(worker, name), name)
-                    for name in ("usual_prefill_tokens_per_rank", "usual_prefill_requests_per_rank")
-                ]
-            )
-            good.append(answer)
+            own = loads.rank_rows(worker.ranks, limits), [loads.usual(getattr(worker, name), name) for name in USUAL]
         except ServiceError as error:
             answer.error.CopyFrom(refusal(error).detail())
+        else:
+            good.append(answer)
+            rows.append(own[0])
+            usual.append(own[1])
     if good:
         tokens, requests = np.array(usual).T
         for told in outlooks(asked.model, role, limits, loads.loads_of(rows), scenarios, tokens, requests):
@@ -292,19 +298,14 @@ def _outlook_message(told: Outlook, index: int) -> planner_pb2.Outlook:
 
 
 def _sweep(request: planner_pb2.BootstrapRequest, attention_dp: int) -> Sweep:
-    given = {
-        "isl": request.isl_tokens,
-        "osl": request.osl_tokens,
-        "max_context_tokens": request.max_context_tokens,
-        "max_kv_tokens_per_rank": request.max_kv_tokens_per_rank,
-        "max_concurrency": request.max_concurrency_total,
-    }
-    return Sweep(
-        prefill_granularity=request.prefill_granularity,
-        decode_granularity=request.decode_granularity,
-        attention_dp=attention_dp,
-        **(BOOTSTRAP_DEFAULTS | {name: value for name, value in given.items() if value}),
-    )
+    given = {name: getattr(request, field) for name, field in SWEEP_FIELDS.items()}
+    with loads.named("", SWEEP_FIELDS):
+        return Sweep(
+            prefill_granularity=request.prefill_granularity,
+            decode_granularity=request.decode_granularity,
+            attention_dp=attention_dp,
+            **(BOOTSTRAP_DEFAULTS | {name: value for name, value in given.items() if value}),
+        )
 
 
 def _points(swept: Swept, ranks: int) -> Iterator[planner_pb2.BootstrapPoint]:

@@ -61,7 +61,10 @@ def fill(message: Any, dice: random.Random, oddness: float, depth: int = 0) -> N
             continue
         if field.containing_type.name == "EngineConfig" and not odd and dice.random() < 0.8:
             continue
-        if field.type == field.TYPE_MESSAGE:
+        if field.type == field.TYPE_MESSAGE and field.is_repeated:
+            for _ in range(dice.choice((0, 1, 1, 3))):
+                fill(getattr(message, field.name).add(), dice, oddness, depth + 1)
+        elif field.type == field.TYPE_MESSAGE:
             value = getattr(message, field.name)
             if field.name == "config":
                 value.CopyFrom(CONFIG.to_message())
@@ -78,6 +81,10 @@ def draw(field: Any, dice: random.Random, odd: bool) -> Any:
     match field.type:
         case field.TYPE_STRING:
             return dice.choice(STRANGE if odd else LEGAL.get(field.name, ("",)))
+        case field.TYPE_BYTES:
+            return dice.randbytes(32)
+        case field.TYPE_UINT64:
+            return dice.choice((0, 2**63, 2**64 - 1) if odd else USUAL)
         case field.TYPE_BOOL:
             return dice.random() < 0.5
         case field.TYPE_DOUBLE:

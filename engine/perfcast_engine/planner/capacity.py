@@ -282,5 +282,7 @@ def _excess(request: CapacityRequest, scan: Scan) -> F64:
     worst = np.zeros(len(scan["batch"]))
     for name, target in request.targets().items():
         if name in scan:
-            worst = np.maximum(worst, scan[name] / target if target > 0 else np.where(scan[name] > 0, np.inf, 0))
+            with np.errstate(over="ignore"):
+                ratio = scan[name] / target if target > 0 else np.where(scan[name] > 0, np.inf, 0)
+            worst = np.maximum(worst, ratio)
     return worst
