@@ -61,7 +61,7 @@ def services(
             surfaces.Surfaces(engines, settings, metrics).method(),
         ),
         planner.SERVICE: planner.Planner(engines, states, settings).methods(),
-        calibration.SERVICE: calibration.Calibration(engines, states, settings, metrics).methods(),
+        calibration.SERVICE: calibration.Calibration(engines, states, metrics).methods(),
         deploy.SERVICE: deploy.Deploy(engines, settings).methods(),
         catalog.SERVICE: listing.methods(),
     }

@@ -16,11 +16,11 @@ from perfcast_server.engines import Engines, Ready
 from perfcast_server.errors import ServiceError, invalid
 from perfcast_server.metrics import Metrics
 from perfcast_server.rpc import Method, Unary
-from perfcast_server.settings import Settings
 from perfcast_server.states import States, check_name, unknown
 
 SERVICE = "perfcast.v1.Calibration"
 State = calibration_pb2.CalibrationState
+MAX_RANKS = 65_536  # of one Tune, which holds up others while it learns
 
 
 def _never(request: Any) -> bool:
@@ -30,10 +30,9 @@ def _never(request: Any) -> bool:
 class Calibration:
     """Lets callers teach and carry away calibration states."""
 
-    def __init__(self, engines: Engines, states: States, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, engines: Engines, states: States, metrics: Metrics) -> None:
         self._engines = engines
         self._states = states
-        self._settings = settings
         self._factor = metrics.correction_factor
 
     def methods(self) -> tuple[Method, ...]:
@@ -52,7 +51,11 @@ class Calibration:
 
     async def tune(self, request: calibration_pb2.TuneRequest) -> Message:
         ready = await self._engine(request)
-        loads.check_points(sum(len(iteration.ranks) for iteration in request.iterations), self._settings)
+        ranks = sum(len(iteration.ranks) for iteration in request.iterations)
+        if ranks > MAX_RANKS:
+            raise ServiceError(
+                "LIMIT", f"{ranks} ranks, more than {MAX_RANKS}; tune in parts", limit="tune", retry="no"
+            )
         if not 0 < len(request.client_id) <= 128:
             raise invalid("client_id", "must have 1 to 128 characters")
         if not request.sequence:

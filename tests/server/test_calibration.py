@@ -128,6 +128,12 @@ def test_a_call_is_learned_whole_or_not_at_all(client: Client) -> None:
     assert caught.value.reason == "UNKNOWN_STATE"
 
 
+def test_a_call_teaches_only_so_much(client: Client) -> None:
+    call = calibration.tune(A, "much", measured(DECODE, 30, 65_537), client_id="c", sequence=1)
+    with pytest.raises(errors.LimitExceeded):
+        client.ask(call)
+
+
 def test_concurrent_callers_lose_nothing(client: Client) -> None:
     def tune(number: int) -> int:
         call = calibration.tune(A, "many", measured(DECODE, 30), client_id=f"c{number}", sequence=1)

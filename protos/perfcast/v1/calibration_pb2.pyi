@@ -117,7 +117,7 @@ class TuneRequest(google.protobuf.message.Message):
 
     @property
     def iterations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perfcast.v1.planner_pb2.Iteration]:
-        """In the order of time."""
+        """In the order of time; together of at most 65536 ranks."""
 
     def __init__(
         self,

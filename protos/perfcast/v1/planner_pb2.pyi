@@ -5,7 +5,8 @@ What autoscaling planners ask of an engine: how long its queue takes, how fast i
 
 Durations are seconds where a planner decides by them, milliseconds where single passes are told. Questions that name
 a calibration state (perfcast.v1.Calibration) are answered with its corrections and echo its version; a question
-with a state and no engine is answered by a regression over what that state observed.
+with a state and no engine is answered by a regression over what that state observed. A state_version of 0 says that no
+state was named, or that it does not exist yet: nothing is corrected.
 """
 
 import builtins
