@@ -47,6 +47,9 @@ def flat(result: SearchResult, experiment: Experiment, deployment: Deployment) -
         row |= _of_group(experiment, group, "" if len(deployment.workers) == 1 else f"{group.role}_")
     if deployment.iterations is not None:
         row |= deployment.iterations.to_dict()
+    for prefix, part in (("encode_", deployment.encode), ("afd_", deployment.afd)):
+        if part is not None:
+            row |= {prefix + name: value for name, value in part.to_dict().items()}
     return row
 
 
@@ -82,11 +85,17 @@ def columns(rows: Iterable[Row]) -> list[str]:
 def label(experiment: Experiment, deployment: Deployment) -> str:
     """A deployment in few words, e.g. "5 x tp4 b1 + 3 x tp4 b64"."""
     words = []
+    if (encode := deployment.encode) is not None:
+        words.append(f"{encode.workers_total} x encode tp{encode.gpus_per_worker} b{encode.batch}")
     for group in deployment.workers:
         config = experiment.engines[group.engine].config
         named = {"pp": "pp", "attn_dp": "dp", "cp": "cp", "moe_tp": "etp", "moe_ep": "ep"}
         widths = "".join(f" {short}{getattr(config, name)}" for name, short in named.items() if _wide(config, name))
         tokens = f" c{deployment.iterations.ctx_tokens}" if deployment.iterations else ""
+        if group.role == "decode" and (afd := deployment.afd) is not None:
+            nodes = f"{afd.attention_nodes}A tp{afd.attention_tp} + {afd.ffn_nodes}F ep{afd.ffn_ep}"
+            words.append(f"{group.workers_total} x ({nodes} m{afd.microbatches}) b{group.batch_per_rank}")
+            continue
         words.append(f"{group.workers_total} x tp{config.tp}{widths} b{group.batch_per_rank}{tokens}")
     return " + ".join(words)
 

@@ -22,13 +22,14 @@ BACKENDS = ("trtllm", "sglang", "vllm")
 PLAIN = (
     "nextn_accepted",
     "chunked_prefill",
+    "encode_pool",
     "prefill_max_batch",
     "decode_max_batch",
     "strict_sla",
     "top",
     "max_rows",
 )
-MODES = {"agg": "aggregated", "disagg": "disaggregated"}
+MODES = {"agg": "aggregated", "disagg": "disaggregated", "afd": "afd"}
 
 search_options = options.options(
     options.engine_options(without=(*options.SEARCHED, "backend")),
@@ -38,13 +39,14 @@ search_options = options.options(
     click.option("--ttft", type=float, help="limit of the time to first token, ms  [default: 2000]"),
     click.option("--tpot", type=float, help="limit of the time per output token, ms  [default: 30]"),
     click.option("--request-latency", type=float, help="limit of a whole request, ms; instead of --tpot"),
-    click.option("--mode", "modes", type=click.Choice([*MODES]), multiple=True, help="[default: both]"),
+    click.option("--mode", "modes", type=click.Choice([*MODES]), multiple=True, help="[default: agg and disagg]"),
     click.option("--space", multiple=True, metavar="tp=1,2,4", help="sizes to try: num_gpu, tp, pp, attn_dp, ..."),
     click.option("--prefill-space", multiple=True, metavar="tp=1,2", help="the same of prefill workers"),
     click.option("--decode-space", multiple=True, metavar="tp=4,8", help="the same of decode workers"),
     click.option("--chunked-prefill", is_flag=True, help="also try prefill chunks shorter than a prompt"),
     click.option("--prefill-max-batch", type=int, help="[default: 1]"),
     click.option("--decode-max-batch", type=int, help="[default: 512]"),
+    click.option("--encode-pool", is_flag=True, help="encode images by workers of their own"),
     click.option("--strict-sla", is_flag=True, help="leave what misses the TPOT target out of the fronts too"),
     click.option("--top", default=5, show_default=True, help="deployments to show of each experiment"),
     click.option("--rows", "max_rows", default=0, help="also write this many rows of each experiment"),

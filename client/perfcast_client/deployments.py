@@ -72,6 +72,28 @@ class Ranking(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeWorkers(Result):
+    """Workers that only encode images."""
+
+    workers_total: int
+    gpus_per_worker: int
+    batch: int
+    memory_gib_per_gpu: float
+
+
+@dataclass(frozen=True, slots=True)
+class AfdTopology(Result):
+    """How attention and FFN of one decode worker take turns."""
+
+    attention_nodes: int
+    ffn_nodes: int
+    attention_tp: int
+    ffn_ep: int
+    microbatches: int
+    is_optimistic: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Deployment(Result):
     """One deployment and what it delivers: rates, GPUs and concurrency are those of one replica.
 
@@ -96,6 +118,8 @@ class Deployment(Result):
     decode_ms: float
     iterations: Iterations | None
     ranking: Ranking | None
+    encode: EncodeWorkers | None
+    afd: AfdTopology | None
 
     @classmethod
     def of(cls, m: serving_pb2.Deployment) -> Deployment:
@@ -106,6 +130,8 @@ class Deployment(Result):
             workers=tuple(map(WorkerGroup.of, m.workers)),
             iterations=plain(Iterations, m.iterations) if m.HasField("iterations") else None,
             ranking=plain(Ranking, m.ranking) if m.HasField("ranking") else None,
+            encode=plain(EncodeWorkers, m.encode) if m.HasField("encode") else None,
+            afd=plain(AfdTopology, m.afd) if m.HasField("afd") else None,
         )
 
 

@@ -52,9 +52,10 @@ class Replica(Record):
 class SearchTask(Record):
     """One search: an engine without its parallel sizes, a load, targets, a budget of GPUs.
 
-    ``backends`` are tried side by side (none: the engine's own), ``modes`` are "aggregated" and "disaggregated" (none:
-    both). ``decode_engine``: what decode workers run on, where that is not ``engine``. ``max_rows``: also return this
-    many of the best rows of each experiment. ``objective``: "throughput" or "latency" whatever the targets.
+    ``backends`` are tried side by side (none: the engine's own), ``modes`` are "aggregated", "disaggregated" and "afd"
+    (none: the first two). ``decode_engine``: what decode workers run on, where that is not ``engine``. ``encode_pool``:
+    images are encoded by workers of their own. ``objective``: "throughput" or "latency" whatever the targets.
+    ``max_rows``: also return this many of the best rows of each experiment.
     """
 
     engine: EngineConfig
@@ -76,6 +77,7 @@ class SearchTask(Record):
     matching: Matching | None = None
     kv_transfer: KvTransfer | None = None
     autoscale: bool = False
+    encode_pool: bool = False
     strict_sla: bool = False
     skip_sweep: bool = False
     objective: str = wire("objective", "", enum=search_pb2.Objective, prefix="OBJECTIVE_")

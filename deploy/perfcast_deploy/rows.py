@@ -16,6 +16,7 @@ from perfcast_engine.errors import InvalidField, UnsupportedCombination
 
 from perfcast_deploy.validate import read_json, read_yaml
 
+UNDEPLOYED = ("(e)", "encode_workers", "afd_")
 PARALLEL = re.compile(r"tp(\d+)pp(\d+)dp(\d+)etp(\d+)ep(\d+)(?:cp(\d+))?$")
 WIDTHS = ("tp", "pp", "attn_dp", "moe_tp", "moe_ep", "cp")
 PREFIXES = {"agg": ("",), "prefill": ("(p)", "prefill_"), "decode": ("(d)", "decode_")}
@@ -52,8 +53,8 @@ class Row:
 
 def parse(columns: Mapping[str, Any]) -> Row:
     """Raises InvalidField and UnsupportedCombination by the name of the column."""
-    if any(name.startswith("(e)") and columns[name] not in (None, "", 0) for name in columns):
-        raise UnsupportedCombination("row", "rows with an encode pool have no deployment; search without it")
+    if any(name.startswith(UNDEPLOYED) and columns[name] not in (None, "", 0) for name in columns):
+        raise UnsupportedCombination("row", "rows with an encode pool or AFD have no deployment; search without them")
     names = ("agg",) if _find(columns, "agg", "batch") is not None else ("prefill", "decode")
     known: dict[str, Any] = {}
     for name, kind in (*KNOWN.items(), ("prefix", int)):

@@ -17,11 +17,7 @@ from perfcast_engine.serving.workload import Workload
 
 from perfcast_server import wire
 
-STATIC, AGGREGATED, DISAGGREGATED = (
-    serving_pb2.SERVING_MODE_STATIC,
-    serving_pb2.SERVING_MODE_AGGREGATED,
-    serving_pb2.SERVING_MODE_DISAGGREGATED,
-)
+AGGREGATED = serving_pb2.SERVING_MODE_AGGREGATED
 ROLES = {"engine": common_pb2.ROLE_BOTH, "prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 METRICS = (
     "ttft_ms",
@@ -36,6 +32,7 @@ METRICS = (
     "prefill_ms",
     "decode_ms",
 )
+AFD_WIDTHS = ("attention_nodes", "ffn_nodes", "attention_tp", "ffn_ep", "microbatches")
 ITERATIONS = tuple(field.name for field in serving_pb2.Iterations.DESCRIPTOR.fields)
 
 
@@ -72,16 +69,35 @@ class Deployed:
         if mode == AGGREGATED:
             told = {name: row[name] for name in ITERATIONS}
             message.iterations.CopyFrom(serving_pb2.Iterations(**told | {"ctx_tokens": int(told["ctx_tokens"])}))
+        if "encode_workers" in row:
+            message.encode.CopyFrom(
+                serving_pb2.EncodeWorkers(
+                    workers_total=int(row["encode_workers"]),
+                    gpus_per_worker=int(row["encode_gpus"]),
+                    batch=int(row["encode_batch"]),
+                    memory_gib_per_gpu=row["encode_memory_gib"],
+                )
+            )
+        if "afd_ffn_nodes" in row:
+            widths = {name: int(row[f"afd_{name}"]) for name in AFD_WIDTHS}
+            message.afd.CopyFrom(serving_pb2.AfdTopology(**widths, is_optimistic=bool(row["afd_optimistic"])))
         return message
 
     def _group(self, row: Mapping[str, Any], role: str, worker: Worker) -> serving_pb2.WorkerGroup:
         prefix = "" if role == "engine" else f"{role}_"
-        batch, rate = int(row[f"{prefix}batch"]), row[f"{prefix}requests_per_s"]
+        batch, workers, gpus = int(row[f"{prefix}batch"]), 1, worker.gpus
+        if prefix or "cell_engines" in row:
+            workers = int(row[f"{prefix}workers" if prefix else "cell_engines"])
+        if role == "decode" and "afd_ffn_nodes" in row:
+            gpus = int(row["decode_gpus"])
+        rate = row[f"{prefix}requests_per_s"]
+        if "encode_workers" in row and role != "decode":
+            rate /= workers  # of the engines behind the encode workers together
         return serving_pb2.WorkerGroup(
             role=ROLES[role],
             engine=self.index(worker),
-            workers_total=int(row[f"{prefix}workers"]) if prefix else 1,
-            gpus_per_worker=worker.gpus,
+            workers_total=workers,
+            gpus_per_worker=gpus,
             batch_per_rank=batch,
             batch_total=batch * worker.parallel.attn_dp,
             requests_per_s_per_worker=rate if math.isfinite(rate) else None,

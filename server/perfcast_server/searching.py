@@ -9,12 +9,21 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from perfcast.v1 import common_pb2, search_pb2
+from perfcast.v1 import common_pb2, search_pb2, serving_pb2
 from perfcast_engine.config import EngineConfig
 from perfcast_engine.predictor import Engine, Predictor
 from perfcast_engine.search.grids import DECODE_BATCHES
 from perfcast_engine.search.pick import Load, Objective, cluster_throughput, violations
-from perfcast_engine.search.task import AGGREGATED, DISAGGREGATED, MODES, Experiment, Progress, SearchResult, SearchTask
+from perfcast_engine.search.task import (
+    AFD,
+    AGGREGATED,
+    DISAGGREGATED,
+    MODES,
+    Experiment,
+    Progress,
+    SearchResult,
+    SearchTask,
+)
 from perfcast_engine.serving.rows import Rows
 from perfcast_engine.serving.worker import Worker
 
@@ -24,7 +33,11 @@ from perfcast_server.deployments import Deployed
 from perfcast_server.errors import ServiceError, invalid, refusal
 from perfcast_server.settings import Settings
 
-MODE_NUMBERS = {AGGREGATED: deployments.AGGREGATED, DISAGGREGATED: deployments.DISAGGREGATED}
+MODE_NUMBERS = {
+    AGGREGATED: serving_pb2.SERVING_MODE_AGGREGATED,
+    DISAGGREGATED: serving_pb2.SERVING_MODE_DISAGGREGATED,
+    AFD: serving_pb2.SERVING_MODE_AFD,
+}
 MODE_NAMES = {number: name for name, number in MODE_NUMBERS.items()}
 OBJECTIVES = (None, Objective.THROUGHPUT, Objective.LATENCY)
 MAX_BACKENDS, MAX_ROWS = 8, 20_000
@@ -98,6 +111,7 @@ def task_of(request: search_pb2.SearchRequest, settings: Settings) -> SearchTask
         matching=asked.matching(request.matching),
         kv_transfer=asked.kv_transfer(request.kv_transfer),
         autoscale=request.autoscale,
+        encode_pool=request.encode_pool,
         swept=not request.skip_sweep,
         strict_sla=request.strict_sla,
         top=request.top or 5,
@@ -144,7 +158,7 @@ def _config(
 def _modes(request: search_pb2.SearchRequest) -> tuple[str, ...]:
     for number, mode in enumerate(request.modes):
         if mode not in MODE_NAMES:
-            raise invalid(f"modes[{number}]", "must be AGGREGATED or DISAGGREGATED")
+            raise invalid(f"modes[{number}]", "must be AGGREGATED, DISAGGREGATED or AFD")
     for name, values in (("modes", request.modes), ("backends", request.backends)):
         if len(set(values)) != len(values) or len(values) > MAX_BACKENDS:
             raise invalid(name, "holds one twice, or too many")

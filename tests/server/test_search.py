@@ -14,6 +14,7 @@ from perfcast_client import (
     DecodeStep,
     Disaggregated,
     EngineConfig,
+    Images,
     Pool,
     Replica,
     SearchTask,
@@ -293,3 +294,34 @@ def test_unknown_names_and_limits_are_typed(client: Client) -> None:
     with pytest.raises(LimitExceeded, match="combinations"):
         wide = tuple(range(1, 65))
         client.search_result(dataclasses.replace(TASK, space=Space(tp=wide, pp=wide, attn_dp=wide, moe_tp=wide)))
+
+
+def test_images_may_be_encoded_by_workers_of_their_own(client: Client) -> None:
+    task = SearchTask(
+        engine=EngineConfig(model="Qwen/Qwen3-VL-32B-Instruct", system="h200_sxm", backend="vllm"),
+        workload=Workload(isl=1000, osl=200, images=Images(height=1024, width=1024, count=2)),
+        targets=Targets(ttft_ms=3000, tpot_ms=40),
+        total_gpus=16,
+        encode_pool=True,
+    )
+    for experiment in client.search_result(task).experiments:
+        best = experiment.best
+        assert best.encode.workers_total >= 1 and best.encode_ms > 0
+        gpus = sum(group.workers_total * group.gpus_per_worker for group in best.workers)
+        assert best.gpus_total == gpus + best.encode.workers_total * best.encode.gpus_per_worker
+    together = client.search_result(dataclasses.replace(task, encode_pool=False)).experiments[0].best
+    assert together.encode is None and together.workers[0].encoder_memory_gib_per_gpu > 0
+
+
+def test_attention_and_ffn_may_decode_apart(client: Client) -> None:
+    engine = dataclasses.replace(CONFIG, model="Qwen/Qwen3-30B-A3B")
+    task = SearchTask(engine=engine, workload=LOAD, targets=Targets(tpot_ms=50), total_gpus=24, modes=("afd",))
+    (experiment,) = client.search_result(task).experiments
+    best = experiment.best
+    prefill, decode = best.workers
+    assert decode.gpus_per_worker == 8 * (best.afd.attention_nodes + best.afd.ffn_nodes)
+    assert (
+        best.gpus_total
+        == prefill.workers_total * prefill.gpus_per_worker + decode.workers_total * decode.gpus_per_worker
+    )
+    assert best.ranking.meets_targets and experiment.name == "afd_trtllm"

@@ -221,6 +221,7 @@ class SearchRequest(google.protobuf.message.Message):
     OBJECTIVE_FIELD_NUMBER: builtins.int
     TOP_FIELD_NUMBER: builtins.int
     MAX_ROWS_FIELD_NUMBER: builtins.int
+    ENCODE_POOL_FIELD_NUMBER: builtins.int
     total_gpus: builtins.int
     """The budget; 0 means none."""
     nextn_accepted: builtins.float
@@ -242,6 +243,8 @@ class SearchRequest(google.protobuf.message.Message):
     """Picks of each experiment; 0 means 5."""
     max_rows: builtins.int
     """Also return the best rows of each experiment, at most this many."""
+    encode_pool: builtins.bool
+    """Images are encoded by workers of their own."""
     @property
     def engine(self) -> perfcast.v1.common_pb2.EngineConfig:
         """Everything but the parallel sizes, which are searched, and the role."""
@@ -256,7 +259,7 @@ class SearchRequest(google.protobuf.message.Message):
     def targets(self) -> Global___Targets: ...
     @property
     def modes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perfcast.v1.serving_pb2.ServingMode.ValueType]:
-        """AGGREGATED and DISAGGREGATED, or one of them; empty means both."""
+        """Some of AGGREGATED, DISAGGREGATED and AFD; empty means the first two."""
 
     @property
     def decode_engine(self) -> perfcast.v1.common_pb2.EngineConfig:
@@ -303,9 +306,10 @@ class SearchRequest(google.protobuf.message.Message):
         objective: Global___Objective.ValueType = ...,
         top: builtins.int = ...,
         max_rows: builtins.int = ...,
+        encode_pool: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["decode_engine", b"decode_engine", "decode_space", b"decode_space", "engine", b"engine", "kv_transfer", b"kv_transfer", "limits", b"limits", "matching", b"matching", "prefill_space", b"prefill_space", "replica", b"replica", "space", b"space", "targets", b"targets", "workload", b"workload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["autoscale", b"autoscale", "backends", b"backends", "chunked_prefill", b"chunked_prefill", "decode_engine", b"decode_engine", "decode_max_batch_per_rank", b"decode_max_batch_per_rank", "decode_space", b"decode_space", "engine", b"engine", "kv_transfer", b"kv_transfer", "limits", b"limits", "matching", b"matching", "max_rows", b"max_rows", "modes", b"modes", "nextn_accepted", b"nextn_accepted", "objective", b"objective", "prefill_max_batch_per_rank", b"prefill_max_batch_per_rank", "prefill_space", b"prefill_space", "replica", b"replica", "skip_sweep", b"skip_sweep", "space", b"space", "strict_sla", b"strict_sla", "targets", b"targets", "top", b"top", "total_gpus", b"total_gpus", "workload", b"workload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["autoscale", b"autoscale", "backends", b"backends", "chunked_prefill", b"chunked_prefill", "decode_engine", b"decode_engine", "decode_max_batch_per_rank", b"decode_max_batch_per_rank", "decode_space", b"decode_space", "encode_pool", b"encode_pool", "engine", b"engine", "kv_transfer", b"kv_transfer", "limits", b"limits", "matching", b"matching", "max_rows", b"max_rows", "modes", b"modes", "nextn_accepted", b"nextn_accepted", "objective", b"objective", "prefill_max_batch_per_rank", b"prefill_max_batch_per_rank", "prefill_space", b"prefill_space", "replica", b"replica", "skip_sweep", b"skip_sweep", "space", b"space", "strict_sla", b"strict_sla", "targets", b"targets", "top", b"top", "total_gpus", b"total_gpus", "workload", b"workload"]) -> None: ...
 
 Global___SearchRequest: typing_extensions.TypeAlias = SearchRequest
 

@@ -37,6 +37,8 @@ class _ServingModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """Prefill and decode share the iterations of one engine."""
     SERVING_MODE_DISAGGREGATED: _ServingMode.ValueType  # 3
     """Prefill and decode on workers of their own."""
+    SERVING_MODE_AFD: _ServingMode.ValueType  # 4
+    """As before, and decode cut in two: attention and FFN on nodes of their own. Of searches only."""
 
 class ServingMode(_ServingMode, metaclass=_ServingModeEnumTypeWrapper): ...
 
@@ -47,6 +49,8 @@ SERVING_MODE_AGGREGATED: ServingMode.ValueType  # 2
 """Prefill and decode share the iterations of one engine."""
 SERVING_MODE_DISAGGREGATED: ServingMode.ValueType  # 3
 """Prefill and decode on workers of their own."""
+SERVING_MODE_AFD: ServingMode.ValueType  # 4
+"""As before, and decode cut in two: attention and FFN on nodes of their own. Of searches only."""
 Global___ServingMode: typing_extensions.TypeAlias = ServingMode
 
 class _StaticPhases:
@@ -468,6 +472,8 @@ class Deployment(google.protobuf.message.Message):
     DECODE_MS_FIELD_NUMBER: builtins.int
     ITERATIONS_FIELD_NUMBER: builtins.int
     RANKING_FIELD_NUMBER: builtins.int
+    ENCODE_FIELD_NUMBER: builtins.int
+    AFD_FIELD_NUMBER: builtins.int
     mode: Global___ServingMode.ValueType
     ttft_ms: builtins.float
     tpot_ms: builtins.float
@@ -500,6 +506,14 @@ class Deployment(google.protobuf.message.Message):
     def ranking(self) -> Global___Ranking:
         """Rows of a search only."""
 
+    @property
+    def encode(self) -> Global___EncodeWorkers:
+        """Where images are encoded by workers of their own."""
+
+    @property
+    def afd(self) -> Global___AfdTopology:
+        """Mode AFD only."""
+
     def __init__(
         self,
         *,
@@ -521,12 +535,74 @@ class Deployment(google.protobuf.message.Message):
         decode_ms: builtins.float = ...,
         iterations: Global___Iterations | None = ...,
         ranking: Global___Ranking | None = ...,
+        encode: Global___EncodeWorkers | None = ...,
+        afd: Global___AfdTopology | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_power_w", b"_power_w", "iterations", b"iterations", "power_w", b"power_w", "ranking", b"ranking"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_power_w", b"_power_w", "concurrency_total", b"concurrency_total", "decode_ms", b"decode_ms", "encode_ms", b"encode_ms", "gpus_total", b"gpus_total", "iterations", b"iterations", "mode", b"mode", "power_w", b"power_w", "prefill_ms", b"prefill_ms", "ranking", b"ranking", "request_latency_ms", b"request_latency_ms", "requests_per_s", b"requests_per_s", "requests_per_s_per_gpu", b"requests_per_s_per_gpu", "tokens_per_s", b"tokens_per_s", "tokens_per_s_per_gpu", b"tokens_per_s_per_gpu", "tokens_per_s_per_user", b"tokens_per_s_per_user", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_power_w", b"_power_w", "afd", b"afd", "encode", b"encode", "iterations", b"iterations", "power_w", b"power_w", "ranking", b"ranking"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_power_w", b"_power_w", "afd", b"afd", "concurrency_total", b"concurrency_total", "decode_ms", b"decode_ms", "encode", b"encode", "encode_ms", b"encode_ms", "gpus_total", b"gpus_total", "iterations", b"iterations", "mode", b"mode", "power_w", b"power_w", "prefill_ms", b"prefill_ms", "ranking", b"ranking", "request_latency_ms", b"request_latency_ms", "requests_per_s", b"requests_per_s", "requests_per_s_per_gpu", b"requests_per_s_per_gpu", "tokens_per_s", b"tokens_per_s", "tokens_per_s_per_gpu", b"tokens_per_s_per_gpu", "tokens_per_s_per_user", b"tokens_per_s_per_user", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_power_w", b"_power_w"]) -> typing.Literal["power_w"] | None: ...
 
 Global___Deployment: typing_extensions.TypeAlias = Deployment
+
+@typing.final
+class EncodeWorkers(google.protobuf.message.Message):
+    """Workers that only encode images, in front of prefill or of aggregated engines."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKERS_TOTAL_FIELD_NUMBER: builtins.int
+    GPUS_PER_WORKER_FIELD_NUMBER: builtins.int
+    BATCH_FIELD_NUMBER: builtins.int
+    MEMORY_GIB_PER_GPU_FIELD_NUMBER: builtins.int
+    workers_total: builtins.int
+    gpus_per_worker: builtins.int
+    batch: builtins.int
+    """Requests of one worker."""
+    memory_gib_per_gpu: builtins.float
+    def __init__(
+        self,
+        *,
+        workers_total: builtins.int = ...,
+        gpus_per_worker: builtins.int = ...,
+        batch: builtins.int = ...,
+        memory_gib_per_gpu: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "gpus_per_worker", b"gpus_per_worker", "memory_gib_per_gpu", b"memory_gib_per_gpu", "workers_total", b"workers_total"]) -> None: ...
+
+Global___EncodeWorkers: typing_extensions.TypeAlias = EncodeWorkers
+
+@typing.final
+class AfdTopology(google.protobuf.message.Message):
+    """How attention and FFN of one decode worker take turns."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ATTENTION_NODES_FIELD_NUMBER: builtins.int
+    FFN_NODES_FIELD_NUMBER: builtins.int
+    ATTENTION_TP_FIELD_NUMBER: builtins.int
+    FFN_EP_FIELD_NUMBER: builtins.int
+    MICROBATCHES_FIELD_NUMBER: builtins.int
+    IS_OPTIMISTIC_FIELD_NUMBER: builtins.int
+    attention_nodes: builtins.int
+    ffn_nodes: builtins.int
+    attention_tp: builtins.int
+    ffn_ep: builtins.int
+    microbatches: builtins.int
+    is_optimistic: builtins.bool
+    """Transfers hide behind three and more micro-batches."""
+    def __init__(
+        self,
+        *,
+        attention_nodes: builtins.int = ...,
+        ffn_nodes: builtins.int = ...,
+        attention_tp: builtins.int = ...,
+        ffn_ep: builtins.int = ...,
+        microbatches: builtins.int = ...,
+        is_optimistic: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_nodes", b"attention_nodes", "attention_tp", b"attention_tp", "ffn_ep", b"ffn_ep", "ffn_nodes", b"ffn_nodes", "is_optimistic", b"is_optimistic", "microbatches", b"microbatches"]) -> None: ...
+
+Global___AfdTopology: typing_extensions.TypeAlias = AfdTopology
 
 @typing.final
 class WorkerGroup(google.protobuf.message.Message):
