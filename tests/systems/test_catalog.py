@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from perfcast_engine.errors import DataCorrupt, EngineError, InvalidField, PerfDataMissing, Reason, UnknownName
+from perfcast_engine.tables import catalog as catalog_module
 from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import Mode
 
@@ -146,3 +147,16 @@ def test_many_threads_get_one_database_and_one_table(root: Path):
     with ThreadPoolExecutor(8) as pool:
         tables = list(pool.map(lambda _: catalog.database("paper", "vllm").table("gemm"), range(64)))
     assert len({id(table) for table in tables}) == 1
+
+
+def test_only_the_databases_asked_for_last_are_kept(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(catalog_module, "MAX_DATABASES", 2)
+    catalog = Catalog([root])
+    first = catalog.database("h200_sxm", "trtllm", mode="SILICON")
+    catalog.database("h200_sxm", "trtllm", mode="HYBRID")
+    assert catalog.database("h200_sxm", "trtllm", mode="SILICON") is first
+    catalog.database("h200_sxm", "trtllm", mode="EMPIRICAL")
+    assert catalog.database("h200_sxm", "trtllm", mode="SILICON") is first
+    hybrid = catalog.database("h200_sxm", "trtllm", mode="HYBRID")
+    assert catalog.database("h200_sxm", "trtllm", mode="HYBRID") is hybrid
+    assert catalog.database("h200_sxm", "trtllm", mode="EMPIRICAL").source is first.source

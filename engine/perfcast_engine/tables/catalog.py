@@ -23,6 +23,7 @@ from perfcast_engine.tables.table import Narrow, Table
 
 BACKENDS = ("trtllm", "sglang", "vllm")
 SLOTS = ("current", "next", "previous")
+MAX_DATABASES = 32  # kept with all that was derived from their tables; engines hold on to theirs
 
 
 class PackSource:
@@ -155,7 +156,8 @@ class Catalog:
         policy: frozenset[Tier] = AGGRESSIVE,
         allow_unlisted: bool = False,
     ) -> Database:
-        """The database of one (system, backend, version) in one mode; the same object for the same arguments.
+        """The database of one (system, backend, version) in one mode; the same object for the same arguments
+        as long as it is among the MAX_DATABASES asked for last.
 
         Without a pack only SOL can be opened (PerfDataMissing otherwise), except for a version that
         ``allow_unlisted`` admits on a backend with other packs: its tables are all absent.
@@ -178,9 +180,13 @@ class Catalog:
             raise info.problem
         key = (system, backend, literal, chosen, policy)
         with self._lock:
-            if key not in self._databases:
-                self._databases[key] = Database(spec, backend, literal, self._source(info.path), chosen, policy)
-            return self._databases[key]
+            found = self._databases.pop(key, None)
+            if found is None:
+                found = Database(spec, backend, literal, self._source(info.path), chosen, policy)
+            self._databases[key] = found  # the one asked for last is the last to go
+            while len(self._databases) > MAX_DATABASES:
+                del self._databases[next(iter(self._databases))]
+            return found
 
     def pack(self, system: str, backend: str, version: str = "current") -> Pack:
         """The pack itself, for provenance; PerfDataMissing when there is none."""
