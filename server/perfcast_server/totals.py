@@ -59,7 +59,8 @@ class Totals:
             for name, _, _, samples in taken:
                 for sample, labels, value in samples:
                     key = _key(sample, labels)
-                    sums[key] = MERGED.get(name, add)(sums[key], value) if key in sums else value
+                    merge: Callable[[float, float], float] = MERGED.get(name, add)
+                    sums[key] = merge(sums[key], value) if key in sums else value
         found: dict[str, Metric] = {}
         for key, value in sums.items():
             name = self._family[key]
