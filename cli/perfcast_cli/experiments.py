@@ -1,20 +1,4 @@
-"""``perfcast exp``: several searches from a YAML file.
-
-    defaults:                       # merged into every experiment
-      workload: {isl: 4000, osl: 500, prefix: 500}
-      targets: {ttft_ms: 300, tpot_ms: 10}
-      total_gpus: 32
-    experiments:
-      h200:
-        engine: {model: Qwen/Qwen3-32B-FP8, system: h200_sxm}
-        backends: [trtllm, vllm]
-      fewest:
-        engine: {model: Qwen/Qwen3-32B-FP8, system: h100_sxm, backend: sglang, database_mode: hybrid}
-        total_gpus: null
-        load: {concurrency: 200}    # the fewest GPUs for a load
-
-Members are those of ``perfcast_client.SearchTask``; an unknown or malformed one is refused by its path.
-"""
+"""``perfcast exp``: several searches from a YAML file."""
 
 from __future__ import annotations
 
@@ -37,6 +21,23 @@ from perfcast_cli.local import connected
 from perfcast_cli.output import as_json, sourced
 
 MAX_EXPERIMENTS = 256
+EXAMPLE = """\b
+A file:
+  defaults:                       # merged into every experiment
+    workload: {isl: 4000, osl: 500, prefix: 500}
+    targets: {ttft_ms: 300, tpot_ms: 10}
+    total_gpus: 32
+  experiments:
+    h200:
+      engine: {model: Qwen/Qwen3-32B-FP8, system: h200_sxm}
+      backends: [trtllm, vllm]
+    fewest:
+      engine: {model: Qwen/Qwen3-32B-FP8, system: h100_sxm, backend: sglang, database_mode: hybrid}
+      total_gpus: null
+      load: {concurrency: 200}    # the fewest GPUs for a load
+\b
+Members are those of perfcast_client.SearchTask; an unknown or malformed one is refused by its path.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,7 @@ def run(
             yield name, error
 
 
-@click.command()
+@click.command(epilog=EXAMPLE)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--only", multiple=True, metavar="NAME", help="run this experiment; may be repeated")
 @click.option("--jobs", default=1, show_default=True, help="experiments at once")

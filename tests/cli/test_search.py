@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from perfcast_cli import experiments
+from perfcast_cli.experiments import EXAMPLE
 from perfcast_cli.local import Local
 from perfcast_cli.main import main
 from perfcast_cli.plot import Series, nice_top, scatter
@@ -234,6 +235,12 @@ def test_a_plot_puts_points_where_they_belong() -> None:
     assert lines[5].endswith("A") and lines[1][5] != chr(0x2800)
     assert "A a" in text and scatter([], "x", "y").plain.startswith("nothing")
     assert [nice_top(v) for v in (0, 0.9, 1, 1.1, 212, 999)] == [1, 1, 1, 2, 250, 1000]
+
+
+def test_the_example_of_the_help_is_a_legal_file() -> None:
+    text = EXAMPLE.partition("A file:\n")[2].partition("\b")[0]
+    assert set(experiments.experiments(text)) == {"h200", "fewest"}
+    assert "load: {concurrency: 200}" in run("exp", "--help")
 
 
 def test_every_command_has_help() -> None:
