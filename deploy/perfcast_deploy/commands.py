@@ -8,11 +8,11 @@ from typing import Any
 
 from perfcast_engine.errors import UnsupportedCombination
 
-from perfcast_deploy.catalog import backend_facts, version_key
+from perfcast_deploy.catalog import version_key
 from perfcast_deploy.deployment import Deployment
 from perfcast_deploy.emit import render, yaml_text
 from perfcast_deploy.flags import argv
-from perfcast_deploy.plan import NIXL, Placed, Plan, place
+from perfcast_deploy.plan import Placed, Plan, joint_flags, place
 
 # first port of each range; a worker takes one port of its range, or a block where it needs several
 PORTS = {"engine": 8100, "bootstrap": 9100, "nixl": 10000, "rendezvous": 12000, "rpc": 14000, "events": 20000}
@@ -33,21 +33,15 @@ def files(d: Deployment, plan: Plan) -> dict[str, str]:
     """run_<node>.sh per node, the front's files, and the engine files of TRT-LLM."""
     nodes = place(plan)
     hosts = hosts_of(d, len(nodes))
-    numbers = {id(placed): number for number, placed in enumerate(p for node in nodes for p in node if p.rank == 0)}
-    leaders: dict[tuple[str, int], tuple[str, int]] = {}
-    for host, node in zip(hosts, nodes, strict=True):
-        for placed in node:
-            if placed.rank == 0:
-                leaders[placed.worker.role, placed.index] = (host, numbers[id(placed)])
-    front, written = _front(d, plan, leaders)
+    led = [(placed, host) for host, node in zip(hosts, nodes, strict=True) for placed in node if placed.rank == 0]
+    leaders = {(p.worker.role, p.index): Leader(host, number) for number, (p, host) in enumerate(led)}
+    front, written = _front(plan, leaders)
     for number, (host, node) in enumerate(zip(hosts, nodes, strict=True)):
         commands = []
         for placed in node:
-            leader, worker_number = leaders[placed.worker.role, placed.index]
-            peers = hosts[number : number + placed.worker.nodes]
-            commands += _command(d, plan, placed, leader, worker_number, peers, host)
-        commands += [front] if front and number == 0 else []
-        written[f"run_{number}.sh"] = run_script(plan, host, commands)
+            leader, peers = leaders[placed.worker.role, placed.index], hosts[number : number + placed.worker.nodes]
+            commands += _command(plan, placed, leader, peers)
+        written[f"run_{number}.sh"] = run_script(plan, host, commands + ([front] if front and number == 0 else []))
     if plan.backend == "trtllm":
         written |= {f"{worker.role}_config.yaml": yaml_text(worker.engine) for worker in plan.workers}
     return written
@@ -72,88 +66,76 @@ def service_url(d: Deployment, plan: Plan) -> str:
     return f"http://{hosts_of(d, len(place(plan)))[0]}:{plan.port}"
 
 
-def _port(kind: str, number: int, block: int = 1) -> int:
-    return PORTS[kind] + number * block
+@dataclass(frozen=True)
+class Leader:
+    """The first process of a worker: its node, and the worker's number, which decides its ports."""
+
+    host: str
+    number: int
+
+    def port(self, kind: str, block: int = 1) -> int:
+        return PORTS[kind] + self.number * block
 
 
-def _engine_port(plan: Plan, number: int) -> int:
+def _engine_port(plan: Plan, leader: Leader) -> int:
     """A single aggregated worker serves the public port itself."""
     alone = plan.mode == "agg" and plan.workers[0].count == 1
-    return plan.port if alone else _port("engine", number)
+    return plan.port if alone else leader.port("engine")
 
 
-def _command(
-    d: Deployment, plan: Plan, placed: Placed, leader: str, number: int, peers: Sequence[str], host: str
-) -> list[Command]:
-    worker = placed.worker
-    share = worker.gpus // worker.nodes
+def _command(plan: Plan, placed: Placed, leader: Leader, peers: Sequence[str]) -> list[Command]:
+    """What a node runs of a worker that spans ``peers``, this node first."""
+    worker, rank = placed.worker, placed.rank
+    share, several = worker.gpus // worker.nodes, worker.nodes > 1
     gpus = ",".join(str(gpu) for gpu in range(placed.first_gpu, placed.first_gpu + share))
     env = {"CUDA_VISIBLE_DEVICES": gpus} | dict(worker.env)
-    serve = {"host": "0.0.0.0", "port": _engine_port(plan, number)}
-    log = f"{worker.role}_{placed.index}" + (f"_rank{placed.rank}" if worker.nodes > 1 else "")
-    flags = dict(worker.flags)
+    log = f"{worker.role}_{placed.index}" + (f"_rank{rank}" if several else "")
+    serve: dict[str, Any] = {"host": "0.0.0.0", "port": _engine_port(plan, leader)}
+    named = {"served-model-name": plan.served_name} | serve | dict(worker.flags)
+    joined = joint_flags(plan, worker, f"tcp://*:{leader.port('events', NIXL_BLOCK)}")
     if plan.backend == "trtllm":
-        if placed.rank:
-            return []
         words = ["trtllm-serve", plan.model, "--backend", "pytorch", *argv(serve)]
         words += ["--extra_llm_api_options", f"{worker.role}_config.yaml"]
-        if worker.nodes > 1:  # the leader starts the ranks of all its nodes
+        if several:  # the leader starts the ranks of all its nodes
             slots = ",".join(f"{peer}:{share}" for peer in peers)
             words = ["mpirun", "-n", str(worker.gpus), "-H", slots, "trtllm-llmapi-launch", *words]
-        return [Command(words, log, env)]
+        return [] if rank else [Command(words, log, env)]
     if plan.backend == "sglang":
-        flags = {"model-path": plan.model, "served-model-name": plan.served_name} | serve | flags
-        if worker.role != "agg":
-            flags["disaggregation-mode"] = worker.role
-            flags["disaggregation-bootstrap-port"] = _port("bootstrap", number)
-        if worker.nodes > 1:
-            flags |= {"nnodes": worker.nodes, "node-rank": placed.rank}
-            flags["dist-init-addr"] = f"{leader}:{_port('rendezvous', number)}"
-        return [Command(["python3", "-m", "sglang.launch_server", *argv(flags)], log, env)]
-    flags = {"served-model-name": plan.served_name} | serve | flags
+        joined |= {} if worker.role == "agg" else {"disaggregation-bootstrap-port": leader.port("bootstrap")}
+        if several:
+            joined |= {"nnodes": worker.nodes, "node-rank": rank}
+            joined["dist-init-addr"] = f"{leader.host}:{leader.port('rendezvous')}"
+        words = ["python3", "-m", "sglang.launch_server", *argv({"model-path": plan.model} | named | joined)]
+        return [Command(words, log, env)]
     if worker.role != "agg":
-        flags["kv-transfer-config"] = NIXL
-        env |= {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_port("nixl", number, NIXL_BLOCK)),
-        }
-    if plan.kv_router:
-        port = _port("events", number, NIXL_BLOCK)
-        flags["kv-events-config"] = backend_facts("vllm")["kv_events"] | {"endpoint": f"tcp://*:{port}"}
-    if worker.nodes > 1:
-        flags |= _vllm_ranks(plan, placed, leader, number)
-    return [Command(["vllm", "serve", plan.model, *argv(flags)], log, env)]
+        env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = peers[0]
+        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(leader.port("nixl", NIXL_BLOCK))
+    joined |= _vllm_ranks(plan, placed, leader) if several else {}
+    return [Command(["vllm", "serve", plan.model, *argv(named | joined)], log, env)]
 
 
-def _vllm_ranks(plan: Plan, placed: Placed, leader: str, number: int) -> dict[str, Any]:
+def _vllm_ranks(plan: Plan, placed: Placed, leader: Leader) -> dict[str, Any]:
     """Data-parallel ranks are dealt to the nodes; without them tensor and pipeline ranks are."""
     nodes, data = placed.worker.nodes, placed.worker.parallel[2]
     if data == 1:
         if version_key(plan.version) < version_key(MULTI_NODE_VLLM):
-            raise UnsupportedCombination(
-                "version", f"vLLM spans nodes by itself from {MULTI_NODE_VLLM}; use target dynamo"
-            )
-        flags: dict[str, Any] = {"nnodes": nodes, "node-rank": placed.rank, "master-addr": leader}
-        flags["master-port"] = _port("rendezvous", number)
+            words = f"vLLM spans nodes by itself from {MULTI_NODE_VLLM}; use target dynamo"
+            raise UnsupportedCombination("version", words)
+        flags: dict[str, Any] = {"nnodes": nodes, "node-rank": placed.rank, "master-addr": leader.host}
+        flags["master-port"] = leader.port("rendezvous")
     elif data % nodes:
         raise UnsupportedCombination("roles", f"vLLM deals whole data-parallel ranks to nodes: {data} over {nodes}")
     else:
-        flags = {"data-parallel-size-local": data // nodes, "data-parallel-address": leader}
-        flags["data-parallel-rpc-port"] = _port("rpc", number)
+        flags = {"data-parallel-size-local": data // nodes, "data-parallel-address": leader.host}
+        flags["data-parallel-rpc-port"] = leader.port("rpc")
         flags |= {"data-parallel-start-rank": placed.rank * data // nodes} if placed.rank else {}
     return flags | ({"headless": True} if placed.rank else {})
 
 
-def _front(
-    d: Deployment, plan: Plan, leaders: Mapping[tuple[str, int], tuple[str, int]]
-) -> tuple[Command | None, dict[str, str]]:
+def _front(plan: Plan, leaders: Mapping[tuple[str, int], Leader]) -> tuple[Command | None, dict[str, str]]:
     """The process that joins several workers behind the public port, and its configuration files."""
-    addresses: dict[str, list[tuple[str, int]]] = {worker.role: [] for worker in plan.workers}
-    for (role, _), (host, number) in leaders.items():
-        addresses[role].append((host, number))
-    urls = {
-        role: [f"{host}:{_engine_port(plan, number)}" for host, number in found] for role, found in addresses.items()
-    }
+    by_role = {w.role: [leader for (role, _), leader in leaders.items() if role == w.role] for w in plan.workers}
+    urls = {role: [f"{one.host}:{_engine_port(plan, one)}" for one in found] for role, found in by_role.items()}
     if plan.backend == "trtllm" and plan.kv_router:
         raise UnsupportedCombination("router", "the plain TRT-LLM front has no KV routing; use target dynamo")
     if plan.mode == "agg" and len(urls["agg"]) == 1:
@@ -165,25 +147,16 @@ def _front(
         groups = {"context_servers": "prefill", "generation_servers": "decode"}
         config: dict[str, Any] = {"hostname": "0.0.0.0", "port": plan.port, "backend": "pytorch"}
         config |= {key: {"num_instances": len(urls[role]), "urls": urls[role]} for key, role in groups.items()}
-        return Command(["trtllm-serve", "disaggregated", "-c", "front.yaml"], "front"), {
-            "front.yaml": yaml_text(config)
-        }
-    words = ["vllm-router"] if plan.backend == "vllm" else ["python3", "-m", "sglang_router.launch_router"]
-    words += [
-        "--host",
-        "0.0.0.0",
-        "--port",
-        str(plan.port),
-        "--policy",
-        "cache_aware" if plan.kv_router else "round_robin",
-    ]
+        words = ["trtllm-serve", "disaggregated", "-c", "front.yaml"]
+        return Command(words, "front"), {"front.yaml": yaml_text(config)}
+    policy, vllm = "cache_aware" if plan.kv_router else "round_robin", plan.backend == "vllm"
+    words = ["vllm-router"] if vllm else ["python3", "-m", "sglang_router.launch_router"]
+    words += argv({"host": "0.0.0.0", "port": plan.port, "policy": policy})
     if plan.mode == "agg":
         return Command([*words, "--worker-urls", *(f"http://{url}" for url in urls["agg"])], "front"), {}
-    words.append("--vllm-pd-disaggregation" if plan.backend == "vllm" else "--pd-disaggregation")
-    for url, (_, number) in zip(urls["prefill"], addresses["prefill"], strict=True):
-        words += ["--prefill", f"http://{url}"] + (
-            [str(_port("bootstrap", number))] if plan.backend == "sglang" else []
-        )
+    words.append("--vllm-pd-disaggregation" if vllm else "--pd-disaggregation")
+    for url, leader in zip(urls["prefill"], by_role["prefill"], strict=True):
+        words += ["--prefill", f"http://{url}", *([] if vllm else [str(leader.port("bootstrap"))])]
     for url in urls["decode"]:
         words += ["--decode", f"http://{url}"]
     return Command(words, "front"), {}

@@ -8,10 +8,9 @@ from typing import Any
 from perfcast_engine.errors import UnsupportedCombination
 
 from perfcast_deploy import pods
-from perfcast_deploy.catalog import backend_facts
 from perfcast_deploy.emit import env_list, manifest_text
 from perfcast_deploy.flags import argv
-from perfcast_deploy.plan import NIXL, Plan, Worker
+from perfcast_deploy.plan import Plan, Worker, joint_flags
 
 SIDECAR = "ghcr.io/llm-d/llm-d-routing-sidecar:latest"
 GATEWAYS = {
@@ -38,16 +37,6 @@ def refuse(plan: Plan, target: str) -> None:
 def role_name(role: str) -> str:
     """llm-d calls the workers of an aggregated deployment decode."""
     return "prefill" if role == "prefill" else "decode"
-
-
-def _role_flags(plan: Plan, worker: Worker) -> dict[str, Any]:
-    """Engine flags with what joins prefill and decode."""
-    flags = dict(worker.flags)
-    if worker.role != "agg":
-        flags |= {"kv-transfer-config": NIXL} if plan.backend == "vllm" else {"disaggregation-mode": worker.role}
-    if plan.kv_router and plan.backend == "vllm":
-        flags["kv-events-config"] = backend_facts("vllm")["kv_events"]
-    return flags
 
 
 def helm(plan: Plan) -> dict[str, str]:
@@ -98,7 +87,7 @@ def helm_role(worker: Worker, local: int, container: Mapping[str, Any], port: in
 
 def _helm_role(plan: Plan, worker: Worker) -> dict[str, Any]:
     port = SIDECAR_PORT if worker.role == "decode" else plan.port
-    flags = _role_flags(plan, worker)
+    flags = dict(worker.flags) | joint_flags(plan, worker)
     if plan.backend == "vllm":  # the chart itself adds the model, its served name and the port
         start: dict[str, Any] = {"modelCommand": "vllmServe", "args": argv(flags)}
     else:
@@ -121,7 +110,14 @@ def kustomize(plan: Plan) -> dict[str, str]:
         resources, security, shared = pods.fabric(plan, worker.gpus)
         container = {"image": plan.image, "env": env_list(worker.env) + pods.pod_ip(plan, worker), **security}
         limits = None if xpu else {"nvidia.com/gpu": str(worker.gpus)} | resources  # the XPU base states its own
-        patches |= patch(plan, worker, _role_flags(plan, worker), container, limits, {**plan.placement, **shared})
+        patches |= patch(
+            plan,
+            worker,
+            dict(worker.flags) | joint_flags(plan, worker),
+            container,
+            limits,
+            {**plan.placement, **shared},
+        )
     return overlay([base], f"{plan.name}-", plan.namespace, patches)
 
 

@@ -12,7 +12,8 @@ from perfcast_deploy.catalog import model_flags, release_of, system_facts, trans
 from perfcast_deploy.deployment import Cluster, Deployment, Role
 from perfcast_deploy.describe import TARGETS
 from perfcast_deploy.flags import params_of
-from perfcast_deploy.plan import default_image, round_up
+from perfcast_deploy.plan import default_image
+from perfcast_deploy.settings import round_up
 
 POLICIES = ("as_predicted", "headroom")
 OBJECTS = ("name", "namespace", "image", "pull_secret", "pvc", "pvc_mount", "env", "transport", "gpus_per_node")

@@ -14,7 +14,7 @@ from perfcast_engine.errors import InvalidField, Reason, UnknownName
 from perfcast_deploy import flags as flag_table
 from perfcast_deploy.catalog import catalog, runtime_version, system_of
 from perfcast_deploy.llmd import GATEWAYS
-from perfcast_deploy.plan import nextn_of, role_facts
+from perfcast_deploy.settings import nextn_of, role_of
 from perfcast_deploy.validate import read_yaml
 
 ASSIGNMENT = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*=")
@@ -57,7 +57,7 @@ class Found:
         """Fields of ``Role`` by role name."""
         order = [name for name in ("agg", "prefill", "decode") if name in self.roles]
         return {
-            name: role_facts(self.backend, self.roles[name], is_moe) | {"workers": self.workers[name]} for name in order
+            name: role_of(self.backend, self.roles[name], is_moe) | {"workers": self.workers[name]} for name in order
         }
 
     @property

@@ -14,7 +14,6 @@ from perfcast_deploy.plan import Plan, Worker
 from perfcast_deploy.reference.request import Request
 from perfcast_deploy.reference.rules import role_params
 
-SIZES = ("tensor", "pipeline", "data")
 SPARSE_SYSTEMS = ("b200_sxm", "gb200", "b300_sxm", "gb300")
 
 
@@ -82,7 +81,7 @@ def _worker(
         engine=engine or None,
         env=_common_env(k8s) | cached | dict(env) | own_env,
         shared_memory=system.get(wide, system.get("shared_memory")),
-        parallel=(params[f"{SIZES[0]}_parallel_size"], *(params[f"{name}_parallel_size"] for name in SIZES[1:])),
+        parallel=(params["tp"], params["pp"], params["dp"]),
     )
 
 

@@ -7,10 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from perfcast_deploy.plan import capture_sizes, round_up
 from perfcast_deploy.reference.request import Request
+from perfcast_deploy.settings import capture_sizes, round_up
 
 RENAMED = {
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "data_parallel_size": "dp",
+    "moe_tensor_parallel_size": "moe_tp",
+    "moe_expert_parallel_size": "moe_ep",
+    "max_batch_size": "max_batch",
+    "max_num_tokens": "max_tokens",
+    "kv_cache_dtype": "kv_dtype",
     "enable_chunked_prefill": "chunked_prefill",
     "kv_cache_free_gpu_memory_fraction": "kv_fraction",
     "cuda_graph_enable_padding": "cuda_graph_padding",
@@ -34,7 +42,7 @@ class Scope:
 
     @property
     def batch(self) -> int:
-        return int(self["max_batch_size"])
+        return int(self["max_batch"])
 
     @property
     def block(self) -> int:
@@ -45,8 +53,8 @@ class Scope:
 
     def tensor(self, ranks: int = 1) -> Any:
         """Tensor size: of the experts over ``ranks`` for MoE, as the row says otherwise."""
-        experts = self["moe_tensor_parallel_size"] * self["moe_expert_parallel_size"]
-        return experts // ranks if self.is_moe else self["tensor_parallel_size"]
+        experts = self["moe_tp"] * self["moe_ep"]
+        return experts // ranks if self.is_moe else self["tp"]
 
 
 @dataclass(frozen=True)
@@ -65,29 +73,29 @@ ALL, PAIR, BOTH, ANY = "agg prefill decode", "prefill decode", "agg decode", "vl
 RULES = (
     Rule("cuda_graph_batch_sizes", "trtllm sglang", BOTH, lambda s: capture_sizes(s.batch), "production"),
     Rule("cuda_graph_padding", "trtllm sglang", BOTH, lambda s: True, "production"),
-    Rule("max_batch_size", ANY, "prefill", lambda s: s.batch or 1, limit=True),
-    Rule("max_batch_size", "trtllm", BOTH, lambda s: s.batch or 128, limit=True),
-    Rule("max_batch_size", "vllm sglang", BOTH, lambda s: max(512, 2 * s.batch * (s.batch > 511)), "production", True),
-    Rule("max_batch_size", "vllm", "decode", lambda s: s.batch or 128, "benchmark", True),
-    Rule("max_batch_size", "sglang", BOTH, lambda s: s.batch or 128, "benchmark", True),
+    Rule("max_batch", ANY, "prefill", lambda s: s.batch or 1, limit=True),
+    Rule("max_batch", "trtllm", BOTH, lambda s: s.batch or 128, limit=True),
+    Rule("max_batch", "vllm sglang", BOTH, lambda s: max(512, 2 * s.batch * (s.batch > 511)), "production", True),
+    Rule("max_batch", "vllm", "decode", lambda s: s.batch or 128, "benchmark", True),
+    Rule("max_batch", "sglang", BOTH, lambda s: s.batch or 128, "benchmark", True),
     Rule("cuda_graph_batch_sizes", ANY, ALL, lambda s: list(range(1, s.batch + 1)), "benchmark"),
     Rule("disable_overlap_scheduler", "trtllm", ALL, lambda s: s.role == "prefill"),
     Rule("tokens_per_block", "trtllm", ALL, lambda s: s.block),
-    Rule("max_num_tokens", "trtllm", "prefill", lambda s: s.up(s.isl + s.margin), limit=True),
-    Rule("max_num_tokens", "trtllm", "decode", lambda s: s.up(s.batch), limit=True),
-    Rule("max_num_tokens", "trtllm", "agg", lambda s: s.up(s.batch + s.isl + s.margin), limit=True),
+    Rule("max_tokens", "trtllm", "prefill", lambda s: s.up(s.isl + s.margin), limit=True),
+    Rule("max_tokens", "trtllm", "decode", lambda s: s.up(s.batch), limit=True),
+    Rule("max_tokens", "trtllm", "agg", lambda s: s.up(s.batch + s.isl + s.margin), limit=True),
     Rule("transceiver_tokens", "trtllm", PAIR, lambda s: s.up(s.isl + s.osl + s.margin), limit=True),
-    Rule("max_num_tokens", "vllm", "prefill", lambda s: s.isl + 1500, limit=True),
-    Rule("max_num_tokens", "vllm", "decode", lambda s: s.batch, limit=True),
-    Rule("max_num_tokens", "vllm", "agg", lambda s: s.batch + s.isl + 1500, limit=True),
+    Rule("max_tokens", "vllm", "prefill", lambda s: s.isl + 1500, limit=True),
+    Rule("max_tokens", "vllm", "decode", lambda s: s.batch, limit=True),
+    Rule("max_tokens", "vllm", "agg", lambda s: s.batch + s.isl + 1500, limit=True),
     Rule("max_seq_len", "vllm", "agg", lambda s: s.isl + s.osl + 1500, limit=True),
     Rule("max_prefill_tokens", "sglang", ALL, lambda s: s.isl + 1500, limit=True),
     Rule("enable_mixed_chunk", "sglang", "agg", lambda s: True),
     Rule("kv_transfer_backend", "sglang", PAIR, lambda s: s.params.get("kv_transfer_backend") or "nixl"),
-    Rule("tensor_parallel_size", "trtllm sglang", ALL, lambda s: s.tensor()),
-    Rule("tensor_parallel_size", "vllm", ALL, lambda s: s.tensor(s["data_parallel_size"]), "production"),
-    Rule("enable_attention_dp", "trtllm sglang", ALL, lambda s: s["data_parallel_size"] > 1 and s.is_moe),
-    Rule("enable_expert_parallel", "vllm", ALL, lambda s: s["moe_expert_parallel_size"] > 1),
+    Rule("tp", "trtllm sglang", ALL, lambda s: s.tensor()),
+    Rule("tp", "vllm", ALL, lambda s: s.tensor(s["dp"]), "production"),
+    Rule("enable_attention_dp", "trtllm sglang", ALL, lambda s: s["dp"] > 1 and s.is_moe),
+    Rule("enable_expert_parallel", "vllm", ALL, lambda s: s["moe_ep"] > 1),
 )
 
 
@@ -103,27 +111,19 @@ def role_params(request: Request) -> dict[str, dict[str, Any]]:
             names = (request.backend, rule.backends), (role, rule.roles), (request.rule, rule.sets)
             if all(name in known.split() for name, known in names) and not (rule.limit and keep):
                 params[rule.param] = rule.value(scope)
-        sizes = (params.get(f"{name}_parallel_size") or 1 for name in ("tensor", "pipeline", "data"))
-        params["gpus_per_worker"] = math.prod(sizes)
+        params["gpus_per_worker"] = math.prod(params.get(name) or 1 for name in ("tp", "pp", "dp"))
         params |= _features(request, params, nextn)
         # this rule looks at the merged role, so that decode decides for prefill
-        half = merged.get("kv_cache_dtype") in ("bfloat16", "float16")
+        half = merged.get("kv_dtype") in ("bfloat16", "float16")
         if half and (request.backend == "trtllm" or request.rule == "benchmark"):
-            params["kv_cache_dtype"] = "auto"
+            params["kv_dtype"] = "auto"
     return result
 
 
 def _given(request: Request, role: str) -> dict[str, Any]:
     row = request.roles[role]
-    params: dict[str, Any] = {
-        "tensor_parallel_size": row["tp"],
-        "pipeline_parallel_size": row["pp"],
-        "data_parallel_size": row["dp"],
-        "moe_tensor_parallel_size": row.get("moe_tp"),
-        "moe_expert_parallel_size": row.get("moe_ep"),
-        "max_batch_size": row.get("bs"),
-        "kv_cache_dtype": row.get("kvcache"),
-    }
+    params: dict[str, Any] = {name: row.get(name) for name in ("tp", "pp", "dp", "moe_tp", "moe_ep")}
+    params |= {"max_batch": row.get("bs"), "kv_dtype": row.get("kvcache")}
     if request.get("image_height") and request.get("image_width"):
         params["encoder_dp"] = True
     if request.backend == "sglang" and request.get("attention_backend") not in (None, "default"):
