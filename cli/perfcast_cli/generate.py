@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import click
-from click.core import ParameterSource
 from perfcast_client.client import Questions
 from perfcast_client.config import EngineConfig
 from perfcast_client.deploy import Cluster, DeployFiles, EngineSettings, Figures
 from perfcast_client.deployments import Deployment, Experiment, SearchResult
 from perfcast_client.errors import OutOfMemory, refused
 from perfcast_client.record import read
-from perfcast_client.serving import Aggregated, Disaggregated, Limits, Pool, Workload
+from perfcast_client.serving import Aggregated, Disaggregated, Limits, Workload
 from perfcast_deploy.bundle import write
 from perfcast_deploy.describe import describe
-from perfcast_deploy.rows import parse, read_row
 from perfcast_engine.errors import InvalidField
 
 from perfcast_cli import options
@@ -30,6 +28,7 @@ from perfcast_cli.output import as_json, sourced
 FILE = click.Path(path_type=Path)
 MARGIN = 1.5  # GPU memory over weights, without a search
 NAIVE_BATCH = 128
+PARTS = ("picks", "front", "rows", "closest")
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,8 @@ class Chosen:
 @click.command()
 @click.option("--search", "searched", type=FILE, help="result.json of perfcast search --out")
 @click.option("--experiment", help="of that search, e.g. disagg_vllm  [default: the best]")
-@click.option("--closest", is_flag=True, help="its closest deployment, where nothing meets the targets")
-@click.option("--row", type=FILE, help="a row of a search: CSV, JSON or YAML; missing columns by options")
-@click.option("--index", default=0, help="which pick of the experiment, or row of the file, from 0")
+@click.option("--part", type=click.Choice(PARTS), default=PARTS[0], show_default=True, help="which of its deployments")
+@click.option("--index", default=0, help="which of these, from 0")
 @click.option("--naive", is_flag=True, help="without a search: the fewest GPUs whose memory holds the model well")
 @click.option("--model", help="a model known by name, or a name for --config-json")
 @click.option("--system")
@@ -123,15 +121,10 @@ def _figures(told: Figures) -> str:
 
 def _chosen(asked: Questions, given: Mapping[str, Any]) -> Chosen:
     flags = given["batch"] is not None or bool(given["prefill"] or given["decode"])
-    sources = [bool(given["searched"]), bool(given["row"]), bool(given["naive"]), flags]
-    if sum(sources) != 1:
-        raise refused(
-            "row", None, "is not alone: give one of --search, --row, --naive, --batch, --prefill and --decode"
-        )
+    if sum((bool(given["searched"]), given["naive"], flags)) != 1:
+        raise refused("search", None, "is not alone: give one of --search, --naive, --batch, --prefill and --decode")
     if given["searched"]:
         chosen = _searched(given)
-    elif given["row"]:
-        chosen = _from_row(given)
     else:
         made = _naive(asked, given) if given["naive"] else _from_flags(given)
         chosen = Chosen(made, options.workload(given), options.limits(given), given["nextn_accepted"])
@@ -149,42 +142,14 @@ def _searched(given: Mapping[str, Any]) -> Chosen:
         result = SearchResult.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         raise refused("search", str(path), f"cannot be read: {error}") from None
-    name = given["experiment"] or (result.closest if given["closest"] else result.best)
+    name = given["experiment"] or (result.closest if given["part"] == "closest" else result.best)
     found = result.experiment(name)
     if found is None:
         raise refused("experiment", name, f"is none of {', '.join(e.name for e in result.experiments)}")
-    rows = tuple(filter(None, (found.closest,))) if given["closest"] else found.picks
+    rows = tuple(filter(None, (found.closest,))) if given["part"] == "closest" else getattr(found, given["part"])
     if not 0 <= given["index"] < len(rows):
         raise refused("index", given["index"], f"is not below {len(rows)}; {name} is {found.status}")
     return Chosen.of_search(result, found, rows[given["index"]])
-
-
-def _from_row(given: Mapping[str, Any]) -> Chosen:
-    row = parse(read_row(given["row"], given["index"]))
-    source = click.get_current_context().get_parameter_source
-    usual = {n: v for n, v in row.known.items() if source(n) in (None, ParameterSource.DEFAULT)}
-    told = dict(given) | usual
-    engine = {"resolution": "search"} | options.engine_fields(told) | _named(told)
-    roles = {
-        name: Pool(
-            engine=read(EngineConfig, engine | dict(role.widths) | _role(name), name),
-            batch=role.batch,
-            workers=role.workers,
-        )
-        for name, role in row.roles.items()
-    }
-    made: Aggregated | Disaggregated
-    if "agg" in roles:
-        made = Aggregated(engine=roles["agg"].engine, batch=roles["agg"].batch, ctx_tokens=row.ctx_tokens)
-    else:
-        made = Disaggregated(prefill=roles["prefill"], decode=roles["decode"], kv_transfer=options.kv_transfer(told))
-    workers = row.roles["agg"].workers if "agg" in roles else 1
-    limits, accepted = options.limits(told), told["nextn_accepted"]
-    return Chosen(made, options.workload(told), limits, accepted, (row.replicas or 1) * workers)
-
-
-def _role(name: str) -> dict[str, str]:
-    return {} if name == "agg" else {"role": name}
 
 
 def _named(given: Mapping[str, Any]) -> dict[str, Any]:

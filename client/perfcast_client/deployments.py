@@ -10,7 +10,7 @@ from perfcast.v1 import search_pb2, serving_pb2
 
 from perfcast_client import serving
 from perfcast_client.config import EngineConfig, enum_word
-from perfcast_client.errors import PerfcastError, from_detail
+from perfcast_client.errors import PerfcastError, from_detail, refused
 from perfcast_client.record import read
 from perfcast_client.results import EngineStamp, OperatorLatency, Provenance, Result, word
 
@@ -297,6 +297,9 @@ class Experiment(Result):
 
     def configuration(self, row: Deployment, of: SearchResult) -> serving.Aggregated | serving.Disaggregated:
         """A deployment of this experiment, ``of`` that search, as something to estimate or to generate files for."""
+        for name in ("encode", "afd"):
+            if getattr(row, name) is not None:
+                raise refused(name, self.name, "has workers that only a search knows; search without them")
         if row.iterations is not None:
             (group,) = row.workers
             engine = self.engines[group.engine].config

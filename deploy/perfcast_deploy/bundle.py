@@ -74,7 +74,7 @@ def generate(
     replace(facts, kv_capacity_tokens={}).check(deployed)  # what a policy adds may preempt, and is noted below
     texts = _write_target(deployed, target)
     require_valid(texts)
-    notes = [*_notes(deployed, target), *_capacity_notes(deployed, facts)]
+    notes = _notes(deployed, target, facts)
     predicted = None
     try:
         predicted = dict(predict(deployed)) if predict and changes else None
@@ -111,20 +111,6 @@ def _difference(wanted: Deployment, got: Deployment) -> str:
     return "; ".join(f"{name}: {old!r} became {new!r}" for name, old, new in pairs if old != new)
 
 
-def _capacity_notes(d: Deployment, facts: Facts) -> list[str]:
-    """Where the KV cache holds fewer sequences of nominal length than the engine admits."""
-    notes = []
-    for role in d.roles:
-        length = d.workload.isl + (0 if role.name == "prefill" else d.workload.osl)
-        capacity = facts.kv_capacity_tokens.get(role.name)
-        if capacity is not None and role.max_batch * length > capacity:
-            fits = capacity // length
-            notes.append(
-                f"{role.name}: KV cache holds {fits} sequences of {length} tokens, {role.max_batch} are admitted"
-            )
-    return notes
-
-
 def _write_target(d: Deployment, target: str) -> dict[str, str]:
     plan = plan_of(d, dynamo=target in ("dynamo", "fpm"))
     if target == "engine":
@@ -152,7 +138,7 @@ def _assumed(d: Deployment) -> dict[str, Any]:
     }
 
 
-def _notes(d: Deployment, target: str) -> tuple[str, ...]:
+def _notes(d: Deployment, target: str, facts: Facts) -> list[str]:
     notes = [f"{d.gpus} GPUs: " + ", ".join(f"{r.workers} x {r.name} of {r.gpus}" for r in d.roles)]
     newest = data_file("flags.yaml")[d.backend]["newest"]
     if version_key(d.version) > version_key(newest):
@@ -164,7 +150,11 @@ def _notes(d: Deployment, target: str) -> tuple[str, ...]:
     if target.startswith("llm-d"):
         gateway = d.cluster.gateway or llmd.GATEWAYS[d.mode]
         notes.append(f"the benchmark job goes to {gateway}; set cluster.gateway if your gateway has another address")
-    return tuple(notes)
+    for role in d.roles:
+        held = facts.held(d, role)
+        if held is not None and role.max_batch > held:
+            notes.append(f"{role.name}: the KV cache holds {held} sequences of {d.length(role)} tokens")
+    return notes
 
 
 def parse(files: Mapping[str, bytes]) -> Deployment:
@@ -183,18 +173,11 @@ def _read_back(manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> Deplo
     cluster = assumed.pop("cluster") | {name: value for name, value in found.cluster.items() if value}
     facts = system_facts(assumed["system"])["env"] | transport_facts(cluster["transport"])["env"]
     own = {name: value for name, value in found.env.items() if facts.get(name) != value and name not in OWN_ENV}
-    if target == "engine":
-        cluster["hosts"] = _given_hosts(found.cluster["hosts"])
     top = {name: value for name, value in found.top.items() if value is not None}
     trusted = any(params.get("trust_remote_code") for params in found.roles.values())
     roles = [{"name": name, **fields} for name, fields in found.role_fields(assumed["is_moe"]).items()]
     data = assumed | top | {"backend": found.backend, "roles": roles, "nextn": found.nextn}
     return decode(Deployment, data | {"cluster": cluster | {"env": own}, "trust_remote_code": trusted}, "deployment")
-
-
-def _given_hosts(hosts: list[str]) -> list[str]:
-    default = ["127.0.0.1"] if len(hosts) == 1 else [f"node-{i}" for i in range(len(hosts))]
-    return [] if hosts == default else hosts
 
 
 def _decoded(name: str, data: bytes) -> str:
@@ -219,14 +202,15 @@ def validate(files: Mapping[str, bytes]) -> Deployment:
     manifest = manifest_of(files)
     if manifest.get("digest") != _digest(manifest):
         raise DataCorrupt(f"{MANIFEST} was changed after it was generated", file=MANIFEST)
-    for name, digest in manifest["files"].items():
-        if name not in files:
-            raise DataCorrupt(f"{name} is missing", file=name)
-        if hashlib.sha256(files[name]).hexdigest() != digest:
-            raise DataCorrupt(f"{name} was changed after it was generated", file=name)
-    require_valid({name: _decoded(name, files[name]) for name in manifest["files"]})
-    deployment = parse(files)
-    plan_of(deployment, dynamo=manifest["target"] in ("dynamo", "fpm"))
+    with well_formed(MANIFEST):
+        for name, digest in manifest["files"].items():
+            if name not in files:
+                raise DataCorrupt(f"{name} is missing", file=name)
+            if hashlib.sha256(files[name]).hexdigest() != digest:
+                raise DataCorrupt(f"{name} was changed after it was generated", file=name)
+        require_valid({name: _decoded(name, files[name]) for name in manifest["files"]})
+        deployment = _read_back(manifest, files)
+        plan_of(deployment, dynamo=manifest["target"] in ("dynamo", "fpm"))
     return deployment
 
 

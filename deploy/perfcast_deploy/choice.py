@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from perfcast_engine.errors import UnsupportedCombination
 from perfcast_engine.models.resolve import Engine
-from perfcast_engine.search.task import AGGREGATED, Experiment, SearchTask
+from perfcast_engine.search.task import AGGREGATED, MODES, Experiment, SearchTask
 from perfcast_engine.serving.aggregated import prompt_to_compute
 from perfcast_engine.serving.disaggregated import Matching
 from perfcast_engine.serving.estimate import (
@@ -26,7 +26,7 @@ from perfcast_deploy.bundle import Bundle, generate
 from perfcast_deploy.deployment import Deployment, Facts, Predicted, Role
 from perfcast_deploy.deployment import Workload as Load
 
-MODES = ("gemm", "moe", "fmha", "comm")
+QUANT = ("gemm", "moe", "fmha", "comm")
 SETTINGS = ("tokens_per_block", "cuda_graphs", "moe_backend", "moe_all_to_all", "attention_backend")  # of every role
 # The all-to-all of a prediction (by the start of its name) or its MoE kernel -> what its engine is told.
 EXPERTS: Mapping[tuple[str, str], Mapping[str, str]] = {
@@ -59,6 +59,9 @@ class Choice:
     @classmethod
     def of_row(cls, found: Experiment, task: SearchTask, row: Mapping[str, Any]) -> Choice:
         """The row of a search with as many copies as its GPUs hold."""
+        if found.mode not in MODES or task.encode_pool:
+            words = "no deployment files with encode workers or with attention and FFN apart; search without them"
+            raise UnsupportedCombination("mode", words)
         limits = EngineLimits(memory_fraction=task.memory_fraction, max_seq_len=task.max_seq_len)
         decoding = replace(limits, accepted=task.accepted)
         replicas = int(row.get("replicas", (task.total_gpus or row["gpus"]) // row["gpus"]))
@@ -123,7 +126,11 @@ class Choice:
         told: dict[str, Any] = {
             "model": first.spec.id,
             "version": first.db.version,
-            "quant": _modes(engines),
+            "quant": {
+                name if len(engines) == 1 else f"{role}.{name}": getattr(engine.modes, name)
+                for role, engine in engines.items()
+                for name in QUANT
+            },
         } | {name: value for name, value in settings.items() if value is not None}
         _check_checkpoint(first, told["model"])
         accepted = list(self.pools.values())[-1].limits.accepted
@@ -151,7 +158,9 @@ class Choice:
     def _role(self, name: str, pool: Pool, fraction: float, told: Mapping[str, Any]) -> Role:
         engine, load, batch, sizes = _engine(pool), self.load, pool.batch, pool.worker.parallel
         if sizes.cp > 1:
-            raise UnsupportedCombination(f"roles.{name}.cp", "no context parallelism in deployments; use cp = 1")
+            raise UnsupportedCombination(
+                f"roles.{name}.cp", "no deployment files with context parallelism; search with cp = 1"
+            )
         if load.images:
             raise UnsupportedCombination("workload.images", "no deployment files for requests with images")
         if engine.config.eplb:
@@ -181,8 +190,7 @@ class Choice:
 
     def facts(self) -> Facts:
         """What the model and the memory allow."""
-        spec, found = self._first.spec, self.estimate()
-        capacity = {}
+        spec, found, capacity = self._first.spec, self.estimate(), {}
         for (name, pool), fit in zip(self.pools.items(), found.fit.values(), strict=True):
             length = self.load.isl + (0 if name == "prefill" else self.load.osl)
             each = pool.worker.memory.kv_bytes(np.array([float(length)]))[0]
@@ -200,16 +208,14 @@ class Choice:
         """Figures of the same engines under the limits of ``d``, filled as far as the KV cache reaches."""
         pools, chunk = {}, self.ctx_tokens
         for role in d.roles:
-            length = d.workload.isl + (0 if role.name == "prefill" else d.workload.osl)
-            room = facts.kv_capacity_tokens.get(role.name, role.max_batch * length) // length
-            batch = max(1, min(role.max_batch, room))
+            batch = min(role.max_batch, facts.held(d, role) or role.max_batch)
             if role.name == "prefill":  # prompts that one iteration takes
-                batch = max(1, min(batch, role.max_tokens // d.workload.isl))
+                batch = min(batch, role.max_tokens // d.workload.isl)
             if role.name == "agg":
                 prompt = prompt_to_compute(self.pools["agg"].worker, self.load)
                 chunk = max(1, role.max_tokens - role.max_batch * (d.nextn + 1))
                 chunk = chunk if role.chunked_prefill else max(chunk // prompt, 1) * prompt
-            pools[role.name] = replace(self.pools[role.name], batch=batch)
+            pools[role.name] = replace(self.pools[role.name], batch=max(1, batch))
         changed = replace(self, pools=pools, ctx_tokens=chunk)
         return changed.metrics(changed.estimate())
 
@@ -234,17 +240,6 @@ def _experts(role: str, engine: Engine) -> dict[str, str]:
             )
         told |= flags
     return told
-
-
-def _modes(engines: Mapping[str, Engine]) -> dict[str, str]:
-    """Quantisation modes by name; with the role in front where roles differ."""
-    found = {role: asdict(engine.modes) for role, engine in engines.items()}
-    modes: dict[str, str] = {}
-    for name in MODES:
-        values = {role: own[name] for role, own in found.items() if own[name] is not None}
-        same = len(set(values.values())) == 1
-        modes |= {name if same else f"{role}.{name}": value for role, value in values.items()}
-    return modes
 
 
 def _check_checkpoint(engine: Engine, model: str) -> None:

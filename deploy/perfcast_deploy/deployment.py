@@ -6,7 +6,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from perfcast_deploy.catalog import backend_facts, system_facts, transport_facts
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 OWN_ENV = ("CUDA_VISIBLE_DEVICES", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "HF_HOME")
+MAX_COUNT = 2**31 - 1
 T = TypeVar("T")
 
 
@@ -137,6 +138,10 @@ class Deployment:
         """Nodes that one worker of ``role`` spans."""
         return math.ceil(role.gpus / self.cluster.gpus_per_node)
 
+    def length(self, role: Role) -> int:
+        """Tokens that a sequence leaves in the KV cache of ``role``."""
+        return self.workload.isl + (0 if role.name == "prefill" else self.workload.osl)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -152,9 +157,9 @@ def decode(kind: type[T], data: Any, path: str) -> T:
         raise InvalidField(path, f"must be a mapping, not {type(data).__name__}", "type")
     hints = typing.get_type_hints(kind)
     known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(set(map(str, data)) - set(known))
-    if unknown:
-        raise InvalidField(f"{path}.{unknown[0]}", f"unknown field; known: {', '.join(known)}", "unknown")
+    for name in map(str, data):
+        if name not in known:
+            raise InvalidField(f"{path}.{name}", f"unknown field; known: {', '.join(known)}", "unknown")
     for name, item in known.items():
         if name not in data and item.default is MISSING and item.default_factory is MISSING:
             raise InvalidField(f"{path}.{name}", "is required", "missing")
@@ -162,22 +167,20 @@ def decode(kind: type[T], data: Any, path: str) -> T:
 
 
 def _value(hint: Any, value: Any, path: str) -> Any:
-    arguments, origin = typing.get_args(hint), typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        return None if value is None else _value(next(a for a in arguments if a is not type(None)), value, path)
+    arguments, origin, plain = typing.get_args(hint), typing.get_origin(hint), not isinstance(value, bool)
+    if origin is types.UnionType:
+        return None if value is None else _value(arguments[0], value, path)
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_value(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(value))
-    if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
-        if isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair):
-            return dict(value)
-    elif isinstance(hint, type) and is_dataclass(hint):
-        return decode(hint, value, path)
-    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+    if origin is Mapping and isinstance(value, Mapping):
+        return {name: _value(arguments[1], item, f"{path}.{name}") for name, item in value.items()}
+    if is_dataclass(hint):
+        return decode(typing.cast(type[Any], hint), value, path)
+    if hint is float and isinstance(value, int | float) and plain:
         return float(value)
-    elif isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+    if isinstance(hint, type) and isinstance(value, hint) and (plain or hint is bool):
         return value
-    expected = "a mapping of texts" if arguments else getattr(hint, "__name__", str(hint))
-    raise InvalidField(path, f"must be {expected}, not {value!r}", "type")
+    raise InvalidField(path, f"must be {getattr(origin or hint, '__name__', hint)}, not {value!r:.60}", "type")
 
 
 def _check(d: Deployment) -> None:
@@ -193,8 +196,8 @@ def _check(d: Deployment) -> None:
     taken = sorted(set(d.cluster.env) & set(OWN_ENV))
     if taken:
         raise InvalidField(f"cluster.env.{taken[0]}", "is set by the generated files themselves; leave it out", "owned")
-    _positive("workload", {"isl": d.workload.isl, "osl": d.workload.osl}.items())
-    _positive("cluster", [("gpus_per_node", d.cluster.gpus_per_node)])
+    _positive("workload", d.workload, "isl", "osl")
+    _positive("cluster", d.cluster, "gpus_per_node")
     if not 0 <= d.workload.prefix < d.workload.isl:
         raise InvalidField("workload.prefix", f"must be 0..{d.workload.isl - 1} (below isl)", "range")
     if not 1 <= d.port <= 65535 or d.nextn < 0:
@@ -208,68 +211,61 @@ def _check(d: Deployment) -> None:
 
 def _check_role(d: Deployment, role: Role) -> None:
     path = f"roles.{role.name}"
-    _positive(path, ((item.name, getattr(role, item.name)) for item in fields(role) if item.type == "int"))
+    _positive(path, role, *(item.name for item in fields(role) if item.type == "int"))
     if not 0 < role.kv_fraction < 1:
         raise InvalidField(f"{path}.kv_fraction", f"{role.kv_fraction} is not between 0 and 1", "range")
-    if role.max_seq_len < d.workload.isl + d.workload.osl:
-        needed = d.workload.isl + d.workload.osl
+    if role.max_seq_len < (needed := d.workload.isl + d.workload.osl):
         raise InvalidField(f"{path}.max_seq_len", f"{role.max_seq_len} is below isl + osl = {needed}", "range")
     wide, experts = role.tp * role.dp, role.moe_tp * role.moe_ep
     if experts != (wide if d.is_moe else 1):
         rule = "moe_tp * moe_ep must equal tp * dp" if d.is_moe else "a dense model has moe_tp = moe_ep = 1"
         raise InvalidField(f"{path}.moe_ep", f"{rule} (tp {role.tp}, dp {role.dp}, moe_tp {role.moe_tp})", "parallel")
     if d.backend == "vllm" and role.moe_tp > 1 and role.moe_ep > 1:
-        raise UnsupportedCombination(
-            f"{path}.moe_tp", "vLLM shards experts either by tensor or by expert; set one to 1"
-        )
+        words = "vLLM shards experts either by tensor or by expert; set one to 1"
+        raise UnsupportedCombination(f"{path}.moe_tp", words)
     if d.backend == "trtllm" and role.dp > 1 and (role.tp > 1 or not d.is_moe):
-        raise UnsupportedCombination(
-            f"{path}.dp", "TRT-LLM attention DP gives every GPU its own rank; use tp = 1, MoE only"
-        )
+        words = "TRT-LLM attention DP gives every GPU its own rank; use tp = 1, MoE only"
+        raise UnsupportedCombination(f"{path}.dp", words)
     if role.gpus % d.nodes(role):
         raise InvalidField(f"{path}.tp", f"{role.gpus} GPUs do not divide over {d.nodes(role)} nodes", "nodes")
 
 
-def _positive(path: str, values: Iterable[tuple[str, int]]) -> None:
-    for name, value in values:
-        if value < 1:
-            raise InvalidField(f"{path}.{name}", f"must be at least 1, not {value}", "range")
+def _positive(path: str, owner: object, *names: str) -> None:
+    for name in names:
+        if not 1 <= (value := getattr(owner, name)) <= MAX_COUNT:
+            raise InvalidField(f"{path}.{name}", f"must be from 1 to {MAX_COUNT}, not {value}", "range")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the caller knows of the model and the GPU; None or absent means unknown and is not checked."""
+    """What is known of the model and its memory; None or absent means unknown and is not checked."""
 
     num_heads: int | None = None
     num_layers: int | None = None
     num_experts: int | None = None
     max_context_tokens: int | None = None
-    gpu_memory_bytes: int | None = None
-    used_memory_bytes: Mapping[str, float] = field(default_factory=dict)
     kv_capacity_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def check(self, d: Deployment) -> None:
-        """Refuse a deployment that the model cannot be split for, or that does not fit the memory."""
+        """Refuse a deployment that the model cannot be split for, or whose sequences its KV cache does not hold."""
         if self.num_experts is not None and (self.num_experts > 1) != d.is_moe:
             raise InvalidField("is_moe", f"is {d.is_moe}, but the model has {self.num_experts} experts", "model")
         for role in d.roles:
+            path, context = f"roles.{role.name}", self.max_context_tokens
             for name, size, count in (("tp", role.tp, self.num_heads), ("moe_ep", role.moe_ep, self.num_experts)):
                 if count and count % size:
-                    raise InvalidField(
-                        f"roles.{role.name}.{name}", f"{size} does not divide the model's {count}", "model"
-                    )
+                    raise InvalidField(f"{path}.{name}", f"{size} does not divide the model's {count}", "model")
             if self.num_layers and role.pp > self.num_layers:
-                raise InvalidField(f"roles.{role.name}.pp", f"{role.pp} stages for {self.num_layers} layers", "model")
-            if self.max_context_tokens and role.max_seq_len > self.max_context_tokens:
-                field_name, limit = f"roles.{role.name}.max_seq_len", self.max_context_tokens
-                raise InvalidField(field_name, f"{role.max_seq_len} exceeds the model's context of {limit}", "model")
-            used, total = self.used_memory_bytes.get(role.name), self.gpu_memory_bytes
-            if used is not None and total and not 0 < used < total:
-                raise OutOfMemory(f"{role.name}: {used:.4g} bytes used of {total} per GPU", field=f"roles.{role.name}")
-            capacity = self.kv_capacity_tokens.get(role.name)
-            needed = role.max_batch * (d.workload.isl + (0 if role.name == "prefill" else d.workload.osl))
-            if capacity is not None and needed > capacity:
-                raise OutOfMemory(
-                    f"{role.name}: {role.max_batch} sequences need {needed} KV tokens, {capacity} fit",
-                    field="max_batch",
-                )
+                raise InvalidField(f"{path}.pp", f"{role.pp} stages for {self.num_layers} layers", "model")
+            if context and role.max_seq_len > context:
+                words = f"{role.max_seq_len} exceeds the model's context of {context}"
+                raise InvalidField(f"{path}.max_seq_len", words, "model")
+            held = self.held(d, role)
+            if held is not None and role.max_batch > held:
+                words = f"{role.name}: the KV cache holds {held} of {role.max_batch} sequences"
+                raise OutOfMemory(words, field=f"{path}.max_batch")
+
+    def held(self, d: Deployment, role: Role) -> int | None:
+        """Sequences of nominal length that the KV cache of ``role`` holds; None where that is not known."""
+        capacity = self.kv_capacity_tokens.get(role.name)
+        return None if capacity is None else capacity // d.length(role)

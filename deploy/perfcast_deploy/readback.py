@@ -117,7 +117,8 @@ def read_engine(files: Mapping[str, str]) -> Found:
             elif log == "front.log":
                 front = _front_port(words, files) | {"router": "cache_aware" in words}
     found.top |= front
-    found.cluster["hosts"] = hosts
+    usual = ["127.0.0.1"] if len(hosts) == 1 else [f"node-{i}" for i in range(len(hosts))]
+    found.cluster["hosts"] = [] if hosts == usual else hosts
     return found
 
 

@@ -40,7 +40,7 @@ def well_formed(what: str) -> Iterator[None]:
         yield
     except EngineError:
         raise
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise DataCorrupt(f"{what} has an unexpected shape: {type(error).__name__}: {error}", file=what) from error
 
 
@@ -83,28 +83,6 @@ def problems(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             for error in _validator(str(kind)).iter_errors(document):
                 path = "/".join(map(str, error.absolute_path))
                 yield f"{name}:{kind}/{path}", error.message
-            yield from ((f"{name}:{kind}", message) for message in _within(document))
-
-
-def _within(document: Mapping[str, Any]) -> Iterator[str]:
-    """What a schema cannot say: mounted volumes exist."""
-    for pod in _pods(document):
-        volumes = {volume["name"] for volume in pod.get("volumes", ())}
-        for container in [*pod.get("containers", ()), *([pod["mainContainer"]] if "mainContainer" in pod else [])]:
-            for mount in container.get("volumeMounts", ()):
-                if mount["name"] not in volumes:
-                    yield f"volume {mount['name']!r} is mounted but not defined"
-
-
-def _pods(node: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(node, Mapping):
-        if ("containers" in node or "mainContainer" in node) and "modelArtifacts" not in node and "create" not in node:
-            yield node
-        for value in node.values():
-            yield from _pods(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from _pods(value)
 
 
 def require_valid(files: Mapping[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -49,20 +48,19 @@ def test_a_search_writes_the_files_that_deploy_its_best(found: Path) -> None:
 
 def test_every_pick_of_a_saved_search_can_be_deployed(found: Path, tmp_path: Path) -> None:
     result = json.loads((found / "result.json").read_text())
-    with (found / "best.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    at = 0
+    picks = 0
     for experiment in result["experiments"]:
         for index, pick in enumerate(experiment["picks"]):
             asked = ["--search", str(found / "result.json"), "--experiment", experiment["name"], "--index", str(index)]
             saved = json.loads(run("generate", *asked, "--target", "engine", "--dry-run", "--json"))
             assert saved["summary"]["gpus_total"] == pick["ranking"]["gpus_used_total"]
             assert saved["summary"]["predicted"]["ttft_ms"] == pytest.approx(pick["ttft_ms"], rel=1e-5)
-            asked = ["--row", str(found / "best.csv"), "--index", str(at), "--target", "engine", "--dry-run", "--json"]
-            told = json.loads(run("generate", *asked))
-            assert told["name"] == saved["name"], (rows[at]["experiment"], index)
-            at += 1
-    assert at == len(rows) > 4
+            picks += 1
+    assert picks > 4
+    asked = ["--search", str(found / "result.json"), "--experiment", "disagg_trtllm"]
+    front = [*asked, "--part", "front", "--index", "1", "--target", "engine", "--dry-run"]
+    assert "predicted: TTFT" in run("generate", *front)
+    assert "is not below 0" in run("generate", *asked, "--part", "rows", "--target", "engine", code=1)
 
 
 def test_a_search_that_finds_nothing_writes_no_deployment(tmp_path: Path) -> None:
@@ -71,7 +69,7 @@ def test_a_search_that_finds_nothing_writes_no_deployment(tmp_path: Path) -> Non
     assert not (tmp_path / "f" / "engine").exists()
     saved = ["--search", str(tmp_path / "f" / "result.json"), "--target", "engine"]
     assert "unmet" in run("generate", *saved, "--experiment", "disagg_vllm", code=1)
-    run("generate", *saved, "--closest", "--out", str(tmp_path / "closest"))
+    run("generate", *saved, "--part", "closest", "--out", str(tmp_path / "closest"))
     assert (tmp_path / "closest" / "run_0.sh").exists()
     assert "--out" in run("search", *SEARCH, "--deploy", "engine", code=2)
 
@@ -157,7 +155,6 @@ def test_by_a_server(served: Running, tmp_path: Path) -> None:
         ([*VLLM, "--batch", "16", "--target", "engine", "--set", "cluster.env=1"], "cluster.env", 1),
         ([*VLLM, "--tp", "4", "--batch", "16", "--gpus", "3", "--target", "engine"], "no replica of 4", 1),
         (["--system", "h200_sxm", "--backend", "vllm", "--batch", "1", "--target", "engine"], "model", 1),
-        (["--row", "/nonexistent.json", "--target", "engine"], "cannot be read", 1),
         (["--search", "/nonexistent.json", "--target", "engine"], "cannot be read", 1),
         (["--unheard-of"], "unheard-of", 2),
     ],

@@ -14,7 +14,6 @@ import yaml
 from perfcast_deploy.bundle import MANIFEST, generate, parse
 from perfcast_deploy.deployment import Deployment
 from perfcast_deploy.explain import explain_manifest
-from perfcast_deploy.rows import parse as parse_row
 from perfcast_deploy.verify import read_result
 from perfcast_engine.errors import EngineError
 
@@ -53,9 +52,7 @@ def test_manifests() -> None:
     survive(1, 300, lambda rng: explain_manifest(yaml.dump_all(twisted(rng, d) for d in rng.choice(documents))))
 
 
-def test_rows_and_deployments() -> None:
-    row = {"tp": 4, "bs": 20, "moe_ep": 1, "ctx_tokens": 4000, "parallel": "tp4pp1dp1etp1ep1", "isl": 4000, "osl": 500}
-    survive(2, 500, lambda rng: parse_row(twisted(rng, row) or {}))
+def test_deployments() -> None:
     whole = moe("vllm").to_dict()
     survive(4, 200, lambda rng: Deployment.from_dict(twisted(rng, whole)))
 

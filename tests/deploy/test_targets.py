@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 from perfcast_deploy.bundle import generate
-from perfcast_deploy.deployment import Cluster, Facts
+from perfcast_deploy.deployment import Cluster, Deployment, Facts
 from perfcast_deploy.readback import script_commands
 from perfcast_engine.errors import InvalidField, OutOfMemory, UnsupportedCombination
 
@@ -99,9 +99,7 @@ def test_model_and_memory_facts_are_held_against_the_deployment() -> None:
         generate(deployment("vllm", role("agg", tp=8)), "dynamo", facts=Facts(num_heads=12))
     with pytest.raises(InvalidField, match="experts"):
         generate(moe("vllm"), "dynamo", facts=Facts(num_experts=1))
-    with pytest.raises(OutOfMemory):
-        generate(deployment("vllm"), "dynamo", facts=Facts(gpu_memory_bytes=10, used_memory_bytes={"agg": 11}))
-    with pytest.raises(OutOfMemory, match="216000 KV tokens, 200000 fit"):
+    with pytest.raises(OutOfMemory, match="holds 44 of 48 sequences"):
         generate(deployment("vllm"), "dynamo", facts=Facts(kv_capacity_tokens={"agg": 200_000}))
     roomy = generate(deployment("vllm"), "dynamo", "headroom", facts=Facts(kv_capacity_tokens={"agg": 300_000}))
     assert any("holds 66 sequences" in note for note in roomy.notes)
@@ -127,3 +125,26 @@ def test_llmd_refuses_what_it_cannot_run() -> None:
         generate(deployment("vllm", role("agg", tp=16)), "llm-d-helm")
     with pytest.raises(UnsupportedCombination, match="hub id"):
         generate(deployment("vllm", model="/models/own"), "llm-d-helm")
+
+
+def test_deployments_as_data() -> None:
+    d = deployment("vllm", role("prefill"), role("decode"))
+    assert Deployment.from_dict(d.to_dict()) == d
+    experts = {"workers": 1, "tp": 2, "dp": 2, "moe_ep": 4, "max_batch": 1, "max_tokens": 4000, "max_seq_len": 4500}
+    roles = [experts | {"name": name, "kv_fraction": 0.9} for name in ("prefill", "decode")]
+    with pytest.raises(UnsupportedCombination):
+        Deployment.from_dict(d.to_dict() | {"backend": "trtllm", "is_moe": True, "roles": roles})
+    wrong = (
+        {"roles": "none"},
+        {"port": True},
+        {"port": 1 << 40},
+        {"colour": 1},
+        {"quant": {"gemm": 8}},
+        {"nextn": 0.5},
+    )
+    for change in (*wrong, {"quant": {"gemm": 8}}, {"nextn": 0.5}):
+        with pytest.raises(InvalidField):
+            Deployment.from_dict(d.to_dict() | change)
+    for whole in ([], {"model": "m"}):
+        with pytest.raises(InvalidField):
+            Deployment.from_dict(whole)

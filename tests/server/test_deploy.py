@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from perfcast_client import (
     Targets,
     Workload,
 )
-from perfcast_client.deployments import SearchResult
+from perfcast_client.deployments import EncodeWorkers, SearchResult
 from perfcast_client.errors import InvalidRequest, LimitExceeded, NotFound, OutOfMemory
 from perfcast_deploy.bundle import parse
 
@@ -32,6 +33,7 @@ MODEL = "Qwen/Qwen3-32B-FP8"
 CONFIG = EngineConfig(model=MODEL, system="h200_sxm", backend="vllm", tp=4)
 LOAD = Workload(isl=4000, osl=500, prefix=500)
 AGGREGATED = Aggregated(engine=CONFIG, batch=16)
+CONFIG_TO_SEARCH = EngineConfig(model=MODEL, system="h200_sxm", backend="vllm")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,15 @@ def test_a_disaggregated_pick_of_a_search_is_deployed(client: Client) -> None:
     for role, group in zip(d.roles, pick.workers, strict=True):
         assert (role.gpus, role.max_batch) == (group.gpus_per_worker, group.batch_per_rank)
         assert role.workers == group.workers_total * pick.ranking.replicas_total
+
+
+def test_a_pick_with_encode_workers_is_refused(client: Client) -> None:
+    task = SearchTask(engine=CONFIG_TO_SEARCH, workload=LOAD, total_gpus=8, modes=("aggregated",), skip_sweep=True)
+    result = client.search_result(task)
+    (found,) = result.experiments
+    encoded = replace(found.picks[0], encode=EncodeWorkers(1, 1, 1, 1.0))
+    with pytest.raises(InvalidRequest, match="search without them"):
+        found.configuration(encoded, result)
 
 
 def test_headroom_lists_what_it_changes_and_what_that_does(client: Client) -> None:
@@ -142,7 +153,7 @@ def test_validation_is_an_answer(client: Client) -> None:
         (AGGREGATED, {"nextn_accepted": 1.0}, InvalidRequest, "nextn_accepted"),
         (Aggregated(engine=CONFIG, batch=0), {}, InvalidRequest, "batch_per_rank"),
         (Aggregated(engine=CONFIG, batch=4000), {}, OutOfMemory, "exceeds"),
-        (Aggregated(engine=CONFIG, batch=870), {}, OutOfMemory, "KV tokens"),
+        (Aggregated(engine=CONFIG, batch=870), {}, OutOfMemory, "KV cache holds"),
         (Aggregated(engine=EngineConfig(model=MODEL, system="mars", backend="vllm"), batch=1), {}, NotFound, "mars"),
         (Aggregated(engine="0" * 32, batch=1), {}, NotFound, "handle"),
     ],
