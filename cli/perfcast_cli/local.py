@@ -6,7 +6,6 @@ import asyncio
 import queue
 import threading
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from time import perf_counter
 from typing import Any, TypeVar
@@ -44,6 +43,7 @@ class Local(Questions):
         """By path, what a server answers with; a search needs none of it."""
         from perfcast_server.app import services
         from perfcast_server.engines import Engines
+        from perfcast_server.lanes import Lanes
         from perfcast_server.metrics import Metrics
         from perfcast_server.rpc import ServerStream, Unary
         from perfcast_server.searchers import Searchers
@@ -51,7 +51,7 @@ class Local(Questions):
 
         settings, metrics = self._settings, Metrics()
         searchers = Searchers(settings, metrics)
-        engines = Engines(settings, metrics, ThreadPoolExecutor(1))
+        engines = Engines(settings, metrics, Lanes(settings, metrics))
         engines.adopt(self._predictor)
         return {
             f"/{service}/{method.name}": method

@@ -22,7 +22,7 @@ class Admin:
 
     def methods(self) -> tuple[Method, ...]:
         request = admin_pb2.ReloadDataRequest
-        return (Unary("ReloadData", request, self.reload_data, pure=lambda request: False, admin=True),)
+        return (Unary("ReloadData", request, self.reload_data, pure=lambda request: False, admin=True, writes=True),)
 
     async def reload_data(self, request: admin_pb2.ReloadDataRequest) -> Message:
         try:

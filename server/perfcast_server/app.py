@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -35,6 +33,7 @@ from perfcast_server.certificates import Certificates
 from perfcast_server.data import Checker, Data, DataRefused, OnSignal, Reloaded
 from perfcast_server.engines import PROBES, Engines, Ready
 from perfcast_server.errors import ServiceError
+from perfcast_server.lanes import Lanes
 from perfcast_server.lifecycle import Health, Lifecycle, State
 from perfcast_server.metrics import Metrics
 from perfcast_server.rpc import Method, Rpc
@@ -44,6 +43,7 @@ from perfcast_server.states import States
 
 log = logging.getLogger("perfcast.server")
 
+MAX_STREAMS_OF_A_CONNECTION = 1024  # more calls wait in their client
 FILES_S = 1.0  # how often files that may change are looked at
 PROBE_MODEL, PROBE_SYSTEM, PROBE_BACKENDS = "Qwen/Qwen3-32B-FP8", "h200_sxm", ("trtllm", "vllm")
 
@@ -86,10 +86,10 @@ class Server:
         self.metrics = Metrics()
         self.address = ""
         self.metrics_port: int | None = None
-        self._pool = ThreadPoolExecutor(settings.threads or max(2, os.cpu_count() or 2), "predict")
+        self._lanes = Lanes(settings, self.metrics)
         self._tasks: set[asyncio.Task[None]] = set()
         self._http: Any = None
-        self.engines = Engines(settings, self.metrics, self._pool, self._announce)
+        self.engines = Engines(settings, self.metrics, self._lanes, self._announce)
         self._gate = callers.gate(settings)
         self._certificates = Certificates(settings) if settings.tls_cert else None
         self._rpc = Rpc(settings, self.lifecycle, self.metrics, self._gate)
@@ -120,7 +120,7 @@ class Server:
         self._listen()
         await self._grpc.start()
         try:
-            predictor, ready = await self.engines.off_loop(self._opened)
+            predictor, ready = await asyncio.to_thread(self._opened)
         except EngineError as error:
             raise SettingsError(error.message) from None
         self.engines.adopt(predictor, [ready])
@@ -145,7 +145,7 @@ class Server:
             return predictor, [ready, *self.engines.ready_in(predictor)]
 
         try:
-            predictor, ready = await self.engines.off_loop(opened)
+            predictor, ready = await asyncio.to_thread(opened)
         except (EngineError, NotReady) as error:
             raise DataRefused(str(error)) from None
         if _data(predictor).version != version:
@@ -181,7 +181,7 @@ class Server:
         self._rpc.end_idle_streams()
         await self._grpc.stop(self.settings.drain_grace_s)
         await self._searchers.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
         self._states.close()
         if self._http is not None:
             self._http.shutdown()
@@ -277,6 +277,11 @@ def _options(settings: Settings, shared_port: bool) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 3),
         ("grpc.max_connection_age_ms", age),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_OF_A_CONNECTION),
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.keepalive_time_ms", 60_000),  # finds peers that are gone without a word
+        ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.so_reuseport", int(shared_port)),
     ]
 

@@ -38,10 +38,10 @@ class Calibration:
     def methods(self) -> tuple[Method, ...]:
         c = calibration_pb2
         return (
-            Unary("Tune", c.TuneRequest, self.tune, pure=_never),
+            Unary("Tune", c.TuneRequest, self.tune, pure=_never, writes=True),
             Unary("Diagnose", c.DiagnoseRequest, self.diagnose, pure=_never),
             Unary("ExportState", c.ExportStateRequest, self.export_state, pure=_never),
-            Unary("ImportState", c.ImportStateRequest, self.import_state, pure=_never),
+            Unary("ImportState", c.ImportStateRequest, self.import_state, pure=_never, writes=True),
         )
 
     async def _engine(self, request: Any) -> Ready | None:

@@ -108,7 +108,7 @@ class Catalog:
             predictor.catalog.resolve_version(request.system, backend, version)
             for model in models:
                 config = EngineConfig(model=model, system=request.system, backend=backend, version=version)
-                cells.append(await self._engines.off_loop(partial(cell, predictor, config)))
+                cells.append(await self._engines.lanes.loads.run(partial(cell, predictor, config)))
         return catalog_pb2.ListSupportResponse(models=map(support_message, cells))
 
     async def coverage(self, request: catalog_pb2.CoverageRequest) -> Message:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
@@ -20,6 +18,7 @@ from perfcast_engine.tables.database import Mode
 from perfcast_server import wire
 from perfcast_server.cache import Lru, SingleFlight
 from perfcast_server.errors import ServiceError, invalid
+from perfcast_server.lanes import Lanes
 from perfcast_server.metrics import Metrics
 from perfcast_server.settings import Settings
 
@@ -51,13 +50,13 @@ class Engines:
         self,
         settings: Settings,
         metrics: Metrics,
-        pool: Executor,
+        lanes: Lanes,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._predictor: Predictor | None = None
         self._settings = settings
         self._metrics = metrics
-        self._pool = pool
+        self.lanes = lanes
         self._changed = changed
         self._ready: Lru[str, Ready] = Lru(settings.max_engines)
         self._configs: Lru[str, common_pb2.EngineConfig] = Lru(
@@ -127,7 +126,8 @@ class Engines:
         raise invalid("engine", "is missing; give config or handle")
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        """``work`` in a thread. Raises LIMIT where it would have to wait for too long."""
+        return await self.lanes.work.run(work)
 
     async def _by_handle(self, handle: str) -> Ready:
         config = self._configs.get(handle)
@@ -153,7 +153,7 @@ class Engines:
         kept.CopyFrom(config)
         began = perf_counter()
         predictor = self.predictor
-        ready = await self.off_loop(lambda: self.made(predictor, kept))
+        ready = await self.lanes.loads.run(lambda: self.made(predictor, kept))
         seconds = perf_counter() - began
         self._metrics.load_seconds.observe(seconds)
         if predictor is not self._predictor:

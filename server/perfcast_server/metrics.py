@@ -31,6 +31,10 @@ class Metrics:
         self.received = Counter("grpc_server_msg_received", "Stream messages received", RPC, registry=registry)
         self.sent = Counter("grpc_server_msg_sent", "Stream messages sent", RPC, registry=registry)
         self.in_work = Gauge("grpc_server_in_work", "RPCs in work or waiting", registry=registry)
+        self.lane_in_work = Gauge("lane_in_work", "Work in or before the threads", ("lane",), registry=registry)
+        self.lane_wait = Histogram(
+            "lane_wait_seconds", "Time before a thread was free", ("lane",), buckets=RPC_SECONDS, registry=registry
+        )
         self.points = Counter("predict_points", "Points predicted", ("kind",), registry=registry)
         self.point_seconds = Histogram(
             "predict_point_seconds", "Engine time per point", ("kind",), buckets=POINT_SECONDS, registry=registry

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from time import perf_counter
+from typing import TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
@@ -21,6 +22,8 @@ from perfcast_server.settings import Settings
 from perfcast_server.steps import KINDS, Query, check_size, query
 
 SERVICE = "perfcast.v1.Prediction"
+SIZE_OF_A_CALL = 1000  # points, or bytes of columns, that take about as long as everything else in a call
+T = TypeVar("T")
 
 
 class Prediction:
@@ -56,7 +59,7 @@ class Prediction:
         ready = await self._engines.of(request)
         if asked.weight <= self._settings.inline_points:
             return self._one(ready, asked, request.include_operators)
-        return await self._engines.off_loop(lambda: self._one(ready, asked, request.include_operators))
+        return await self._in_lane(lambda: self._one(ready, asked, request.include_operators), asked.weight)
 
     def predict_step_at_once(self, request: prediction_pb2.PredictStepRequest) -> Message | None:
         asked = self._checked(query(request, "step"))
@@ -89,7 +92,7 @@ class Prediction:
         ready = await self._engines.of(request)
         if self._is_small(request):
             return self._steps(ready, request)
-        return await self._engines.off_loop(lambda: self._steps(ready, request))
+        return await self._in_lane(lambda: self._steps(ready, request), request.ByteSize())
 
     def _is_small(self, request: prediction_pb2.PredictStepsRequest) -> bool:
         """Whether reading and answering the columns holds up the event loop no longer than a scalar question."""
@@ -126,8 +129,11 @@ class Prediction:
     async def _streamed(self, ready: Ready, asked: Query) -> float:
         if asked.weight <= self._settings.inline_points:
             return self._number(ready, asked)[0]
-        ms, *_ = await self._engines.off_loop(lambda: self._number(ready, asked))
+        ms, *_ = await self._in_lane(lambda: self._number(ready, asked), asked.weight)
         return ms
+
+    async def _in_lane(self, work: Callable[[], T], size: int) -> T:
+        return await self._engines.lanes.steps.run(work, 1 + size / SIZE_OF_A_CALL)
 
     def _checked(self, asked: Query) -> Query:
         check_size(asked, self._settings.max_points_per_request)

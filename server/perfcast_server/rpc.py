@@ -23,6 +23,8 @@ from perfcast_server.settings import Settings
 
 log = logging.getLogger("perfcast.rpc")
 
+MAX_QUICK_BYTES = 1 << 16  # larger requests are not even parsed where there is no room for them
+
 
 @dataclass(frozen=True, slots=True)
 class Unary:
@@ -30,6 +32,7 @@ class Unary:
 
     ``at_once`` may answer a request without waiting for anything; None where it would have to. ``pure``: whether equal
     requests have equal answers; those of others are neither kept nor shared. ``admin``: for admins only.
+    ``writes``: whether it changes anything; what does not is asked again when the data change under it.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Unary:
     at_once: Callable[[Any], Message | None] = lambda request: None
     pure: Callable[[Any], bool] = lambda request: True
     admin: bool = False
+    writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class Rpc:
         self._metrics = metrics
         self._gate = gate
         self._in_work = 0
+        self._bytes_in_work = 0
         self._streams = 0
         self._idle: set[asyncio.Task[Any]] = set()
         self._ended: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
@@ -152,14 +157,25 @@ class Rpc:
     def _of(self, caller: Caller | None) -> AbstractContextManager[None]:
         return nullcontext() if self._gate is None or caller is None else self._gate.quotas.work(caller)
 
+    def _require_room(self, size: int) -> None:
+        most, held = self._settings.max_concurrent_requests, self._settings.max_request_bytes_in_work
+        if self._in_work >= most:
+            raise ServiceError("LIMIT", f"{most} requests are in work already", limit="max_concurrent_requests")
+        if self._in_work and self._bytes_in_work + size > held:
+            raise ServiceError("LIMIT", f"requests in work hold {held} bytes", limit="max_request_bytes_in_work")
+
     @contextmanager
-    def _working(self, caller: Caller | None) -> Iterator[None]:
+    def _working(self, caller: Caller | None, size: int) -> Iterator[None]:
+        """Count one call of so many bytes that cannot be answered at once."""
+        self._require_room(size)
         with self._of(caller):
             self._in_work += 1
+            self._bytes_in_work += size
             try:
                 yield
             finally:
                 self._in_work -= 1
+                self._bytes_in_work -= size
 
     @contextmanager
     def _streaming(self, caller: Caller | None) -> Iterator[None]:
@@ -174,9 +190,6 @@ class Rpc:
 
     def _admit(self, context: Any) -> None:
         self._lifecycle.require_loaded()  # while draining, gRPC itself turns new calls away
-        limit = self._settings.max_concurrent_requests
-        if self._in_work >= limit:
-            raise ServiceError("LIMIT", f"{limit} requests are in work already", limit="max_concurrent_requests")
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:
             raise ServiceError("DEADLINE", "the deadline passed before the work began")
@@ -184,22 +197,29 @@ class Rpc:
     async def _admitted(self, method: Unary, key: Key, context: Any, caller: Caller | None) -> bytes:
         self._admit(context)
         self._metrics.response_misses.inc()
+        if len(key[1]) > MAX_QUICK_BYTES:
+            self._require_room(len(key[1]))
         request = parsed(method.request, key[1])
         answer = method.at_once(request)
         pure = method.pure(request)
         if answer is not None:
             return self._answers.keep(key, self._bytes(answer)) if pure else self._bytes(answer)
-        with self._working(caller):
-            if not pure:
-                return self._bytes(await method.answer(request))
-            return await self._answers.flights.do(key, lambda: self._answered(method, key, request))
+        with self._working(caller, len(key[1])):
+            if pure:
+                return await self._answers.flights.do(key, lambda: self._answered(method, key, request))
+            return (await self._answer(method, request))[0]
 
     async def _answered(self, method: Unary, key: Key, request: Any) -> bytes:
+        answer, answers = await self._answer(method, request)
+        return answers.keep(key, answer)
+
+    async def _answer(self, method: Unary, request: Any) -> tuple[bytes, Answers]:
+        """An answer from one version of the data, and where answers from that are remembered."""
         while True:
             answers = self._answers
             answer = self._bytes(await method.answer(request))
-            if answers is self._answers:  # else the data have changed meanwhile, and the answer may be of both
-                return answers.keep(key, answer)
+            if method.writes or answers is self._answers:
+                return answer, answers
 
     def _bytes(self, answer: Message | bytes) -> bytes:
         data = answer if isinstance(answer, bytes) else answer.SerializeToString()
@@ -229,7 +249,7 @@ class Rpc:
                     meter.finish(began)
                     return
                 self._admit(context)
-                with self._working(caller):
+                with self._working(caller, len(data)):
                     async with aclosing(method.answers(parsed(method.request, data))) as told:
                         async for answer in told:
                             last = self._bytes(answer)

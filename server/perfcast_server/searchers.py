@@ -51,7 +51,7 @@ class Searchers:
             await process.of(self.generation)
             with self._seconds.time():
                 async with aclosing(self._answers(process, kind, request)) as answers:
-                    async for data in answers:
+                    async for data in _within(answers, self._settings.max_search_s):
                         yield data
         finally:
             self._asked -= 1
@@ -89,6 +89,22 @@ class Searchers:
     async def close(self) -> None:
         for process in self._processes:
             await process.close()
+
+
+async def _within(answers: AsyncGenerator[bytes], limit_s: float) -> AsyncGenerator[bytes]:
+    """``answers``, all of them within so many seconds; what whoever takes them does in between counts too."""
+    until = asyncio.get_running_loop().time() + limit_s
+    while True:
+        try:
+            async with asyncio.timeout_at(until):
+                data = await anext(answers)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise ServiceError(
+                "DEADLINE", f"the search took more than {limit_s:g} s; search a smaller space", limit="max_search_s"
+            ) from None
+        yield data
 
 
 class _Process:

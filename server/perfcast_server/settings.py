@@ -58,12 +58,16 @@ class Settings:
     state_dir: str = _setting("", "folder that calibration states are kept in; empty turns calibration off")
     max_states: int = _setting(1024, "calibration states kept; no more can be made")
     workers: int = _setting(1, "processes that share the port; each has caches and limits of its own")
-    threads: int = _setting(0, "threads of a process for heavy predictions; 0 means one per core, at least 2")
+    threads: int = _setting(0, "threads of a process for each kind of heavy work; 0 means one per core, at least 2")
     max_concurrent_requests: int = _setting(256, "requests in work or waiting; more are refused at once")
+    max_request_bytes_in_work: int = _setting(256 << 20, "bytes of requests in work or waiting")
+    max_wait_s: float = _setting(0.25, "time that a burst may wait for a thread; more is refused at once")
     max_streams: int = _setting(64, "step streams open at once; more are refused at once")
     search_workers: int = _setting(
         0, "search processes beside each worker, started when needed; 0 shares half the cores"
     )
+    max_search_s: float = _setting(300.0, "time that one search may take")
+    max_connections: int = _setting(1024, "connections; more are not accepted")
     max_searches: int = _setting(8, "searches in work or waiting; more are refused at once")
     max_points_per_request: int = _setting(1_000_000, "points of one request; each sample of a trajectory is one")
     inline_points: int = _setting(256, "requests up to this size on a loaded engine skip the thread pool")
@@ -91,7 +95,8 @@ class Settings:
             raise SettingsError(f"log_format: {self.log_format!r} is not one of json, text")
         for item in fields(self):
             value = getattr(self, item.name)
-            least = -1 if item.name == "metrics_port" else 1 if item.name.startswith("max_") else 0
+            counted = item.name.startswith("max_") and isinstance(value, int)
+            least = -1 if item.name == "metrics_port" else int(counted)
             if isinstance(value, int | float) and not value >= least:
                 raise SettingsError(f"{item.name}: {value} is less than {least}")
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):

@@ -72,7 +72,7 @@ class Surfaces:
             return compiled(compile_surface(ready.engine.steps, key[1]))
 
         began = perf_counter()
-        done = await self._engines.off_loop(work)
+        done = await self._engines.lanes.loads.run(work)
         self._seconds.observe(perf_counter() - began)
         self._kept.put(key, done)
         return done

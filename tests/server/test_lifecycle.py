@@ -130,8 +130,9 @@ def test_concurrent_requests_beyond_the_limit_are_refused_at_once() -> None:
             while served.metric("grpc_server_in_work") < 2:
                 time.sleep(0.001)
             with pytest.raises(errors.LimitExceeded) as caught:
-                client.predict(CONFIG, Prefill(1, 128))
+                client.predict(CONFIG, DecodeTrajectory(3, 1000, 100_000, stride=1))
             assert caught.value.details["limit"] == "max_concurrent_requests"
+            assert client.predict(CONFIG, Prefill(1, 777)).latency_ms > 0  # what needs no waiting is never refused
             assert caught.value.retry_after_s is not None
             assert all(call.result().latency_ms > 0 for call in busy)
         assert client.predict(CONFIG, Prefill(1, 128)).latency_ms > 0

@@ -1,0 +1,111 @@
+"""Threads for work that would hold up the event loop, and how long such work may wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from perfcast_server.errors import ServiceError
+from perfcast_server.metrics import Metrics
+from perfcast_server.settings import Settings
+
+T = TypeVar("T")
+STANDING_S = 0.25  # a queue that has stood for as long is no burst but an overload
+FIRST_GUESS_S = 0.005  # per unit of cost, until the first work is done
+FORGET = 0.1  # weight of the newest measurement in the mean
+
+
+class Lane:
+    """So many threads, and a queue before them that is bounded by the time it takes.
+
+    A burst may wait up to ``patience_s``. In an overload, which is when no thread has been free for a while, only one
+    waits at a time, until nothing had to be refused for as long: what is accepted then takes hardly longer than alone.
+    Everything else is refused at once, with the time after which to try again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        patience_s: float,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.name = name
+        self._threads = threads
+        self._patience_s = patience_s
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._inside = 0
+        self._cost = 0.0
+        self._mean_s = FIRST_GUESS_S
+        self._free_at = clock()
+        self._refused_at = -1.0
+        self._overloaded = False
+        self._waited = metrics.lane_wait.labels(name)
+        metrics.lane_in_work.labels(name).set_function(lambda: self._inside)
+
+    async def run(self, work: Callable[[], T], cost: float = 1.0) -> T:
+        """What ``work`` returns, in a thread. cost: its size in the lane's own unit. Raises ServiceError LIMIT."""
+        self.admit()
+        asked = self._clock()
+
+        def timed() -> T:
+            began = self._clock()
+            self._waited.observe(began - asked)
+            try:
+                return work()
+            finally:
+                self._mean_s += FORGET * ((self._clock() - began) / cost - self._mean_s)
+
+        self._inside += 1
+        self._cost += cost
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, timed)
+        finally:
+            self._inside -= 1
+            self._cost -= cost
+
+    def admit(self) -> None:
+        """Refuse what would have to wait for too long."""
+        now = self._clock()
+        if self._inside < self._threads:
+            self._free_at = now
+            if now - self._refused_at > STANDING_S:
+                self._overloaded = False
+            return
+        if now - self._free_at > STANDING_S:
+            self._overloaded = True
+        wait_s = self._cost * self._mean_s / self._threads
+        if wait_s <= self._patience_s and not (self._overloaded and self._inside > self._threads):
+            return
+        self._refused_at = now
+        raise ServiceError(
+            "LIMIT",
+            f"the {self.name} lane has {self._inside} in work, which is more than it can do in time",
+            max(0.001, wait_s),
+            limit="max_wait_s",
+        )
+
+    def close(self) -> None:
+        """Let go of the threads; what has not begun is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Lanes:
+    """One lane for each kind of work, so that none waits for another kind: ``steps`` by points, other ``work``, and
+    ``loads`` of engines and their surfaces."""
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        threads = settings.threads or max(2, os.cpu_count() or 2)
+        self.steps, self.work, self.loads = (
+            Lane(name, threads, settings.max_wait_s, metrics) for name in ("steps", "work", "loads")
+        )
+
+    def close(self) -> None:
+        for lane in (self.steps, self.work, self.loads):
+            lane.close()

@@ -1,0 +1,181 @@
+"""Queues bounded by the time they take: bursts wait, overloads are refused at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from perfcast_client import Client, DecodeTrajectory, EngineConfig, Prefill, errors
+from perfcast_server.errors import ServiceError
+from perfcast_server.lanes import STANDING_S, Lane
+from perfcast_server.metrics import Metrics
+
+from tests.server.running import eventually, running
+
+CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
+
+
+class Bench:
+    """A lane with one thread, a clock that is set by hand, and work that ends when it is told to."""
+
+    def __init__(self, patience_s: float = 1.0) -> None:
+        self.now = 0.0
+        self.lane = Lane("steps", 1, patience_s, Metrics(), clock=lambda: self.now)
+        self._doors: list[threading.Event] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def ask(self, cost: float = 1.0) -> None:
+        """Raises what the lane refuses with."""
+        self.lane.admit()
+        door = threading.Event()
+        self._doors.append(door)
+        self._tasks.append(asyncio.get_running_loop().create_task(self.lane.run(door.wait, cost)))
+
+    async def begun(self) -> None:
+        """Let what was asked get to its thread."""
+        await asyncio.sleep(0.02)
+
+    async def end_one(self, after_s: float) -> None:
+        self.now += after_s
+        self._doors.pop(0).set()
+        await self._tasks.pop(0)
+        await self.begun()
+
+    async def close(self) -> None:
+        for door in self._doors:
+            door.set()
+        await asyncio.gather(*self._tasks)
+        self.lane.close()
+
+
+async def test_a_burst_may_wait_and_one_that_would_take_too_long_is_refused() -> None:
+    bench = Bench()
+    for _ in range(30):  # learn that one takes 0.25 s
+        bench.ask()
+        await bench.begun()
+        await bench.end_one(0.25)
+    for _ in range(5):
+        bench.ask()
+        await bench.begun()
+    with pytest.raises(ServiceError) as caught:
+        bench.ask()
+    assert caught.value.reason == "LIMIT"
+    assert caught.value.retry_s is not None and 1.0 < caught.value.retry_s < 1.25
+    await bench.close()
+
+
+async def test_the_cost_of_what_waits_counts_not_its_number() -> None:
+    bench = Bench()
+    for _ in range(40):
+        bench.ask(cost=10)
+        await bench.begun()
+        await bench.end_one(1.0)
+    bench.ask(cost=1)
+    for _ in range(8):
+        bench.ask(cost=1)
+    await bench.begun()
+    bench.ask(cost=10)
+    await bench.begun()
+    with pytest.raises(ServiceError):
+        bench.ask(cost=1)
+    await bench.close()
+
+
+async def test_in_an_overload_one_waits_until_nothing_is_refused_for_a_while() -> None:
+    bench = Bench(patience_s=100.0)
+    for _ in range(4):
+        bench.ask()
+        await bench.begun()
+    bench.now += STANDING_S * 1.1
+    with pytest.raises(ServiceError):
+        bench.ask()
+    for _ in range(3):
+        await bench.end_one(0.01)
+    bench.ask()  # one works, one waits
+    await bench.begun()
+    with pytest.raises(ServiceError):
+        bench.ask()
+    await bench.end_one(0.01)
+    await bench.end_one(0.01)
+    bench.ask()  # a thread is free, but that is what an overload with refusals looks like
+    bench.ask()
+    await bench.begun()
+    with pytest.raises(ServiceError):
+        bench.ask()
+    await bench.end_one(0.01)
+    await bench.end_one(0.01)
+    bench.now += STANDING_S * 1.1
+    for _ in range(4):
+        bench.ask()
+        await bench.begun()
+    await bench.close()
+
+
+async def test_work_that_fails_gives_its_place_back() -> None:
+    lane = Lane("steps", 1, 1.0, Metrics())
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            await lane.run(fails)
+    assert await lane.run(lambda: 7) == 7
+    lane.close()
+
+
+def slow(number: int) -> DecodeTrajectory:
+    return DecodeTrajectory(number, 1000, 100_000, stride=1)
+
+
+def test_step_queries_are_answered_while_everything_else_is_refused() -> None:
+    with running(max_wait_s=0.0, threads=1) as served, Client(served.address) as client, ThreadPoolExecutor(8) as pool:
+        handle = client.resolve(CONFIG).handle
+        client.predict(handle, slow(100))
+
+        def ask(number: int) -> errors.LimitExceeded | float:
+            try:
+                return client.predict(handle, slow(number), deadline_s=60).latency_ms
+            except errors.LimitExceeded as error:
+                return error
+
+        asked = [pool.submit(ask, number) for number in range(1, 9)]
+        eventually(lambda: served.metric("lane_in_work", lane="steps") >= 1)
+        for number in range(1, 200):
+            assert client.predict(handle, Prefill(1, number)).latency_ms > 0
+        told = [one.result() for one in asked]
+    refused = [one for one in told if isinstance(one, errors.LimitExceeded)]
+    assert 0 < len(refused) < 8
+    assert {(one.details["limit"], one.retry_after_s is not None) for one in refused} == {("max_wait_s", True)}
+
+
+def test_bytes_of_requests_in_work_are_bounded() -> None:
+    config = EngineConfig(model="x", system="h200_sxm", backend="trtllm", config_json="[" + " " * 200_000 + "]")
+    with running(max_request_bytes_in_work=100_000) as served, Client(served.address) as client:
+        handle = client.resolve(CONFIG).handle
+        with ThreadPoolExecutor() as pool:
+            busy = pool.submit(client.predict, handle, slow(1), deadline_s=60)
+            eventually(lambda: served.metric("grpc_server_in_work") == 1)
+            with pytest.raises(errors.LimitExceeded) as caught:
+                client.resolve(config)
+            assert caught.value.details["limit"] == "max_request_bytes_in_work"
+            assert busy.result().latency_ms > 0
+        with pytest.raises(errors.InvalidRequest):
+            client.resolve(config)  # alone it is let in, and refused for what it is
+
+
+def test_a_search_that_takes_too_long_is_ended() -> None:
+    from perfcast_client import SearchTask, Workload
+
+    task = SearchTask(
+        engine=EngineConfig(model="deepseek-ai/DeepSeek-V3", system="h200_sxm", backend="trtllm"),
+        workload=Workload(isl=4000, osl=500),
+        total_gpus=64,
+    )
+    with running(max_search_s=0.01) as served, Client(served.address) as client:
+        with pytest.raises(errors.DeadlineExceeded) as caught:
+            client.search_result(task)
+        assert caught.value.details["limit"] == "max_search_s"
