@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from perfcast_surface.terms import Term
 
 from perfcast_engine.answer import F64, Source
 from perfcast_engine.errors import EngineError
@@ -17,7 +19,16 @@ from perfcast_engine.ops.base import Op, Quick
 from perfcast_engine.tables.database import Database
 from perfcast_engine.token_table import CountTable
 
-Terms = tuple[tuple[Quick, Source], ...]
+
+class ShortCut(NamedTuple):
+    """One operator: its terms, what answers where they do not, and the source of both."""
+
+    read: Quick
+    outside: Quick
+    source: Source
+
+
+Terms = tuple[ShortCut, ...]
 
 
 class QuickStep:
@@ -35,8 +46,11 @@ class QuickStep:
         self._counts.append((table, count))
 
     def add_terms(self, terms: Terms, batch: float, s: float, prefix: float, weight: float = 1.0) -> None:
-        for quick, source in terms:
-            ms = quick(batch, s, prefix) * weight
+        for read, outside, source in terms:
+            ms = read(batch, s, prefix)
+            if ms != ms:
+                ms = outside(batch, s, prefix)
+            ms *= weight
             self.ms += ms
             self._terms.append((source, ms))
 
@@ -76,13 +90,18 @@ class QuickPhase:
 
 def quick_terms(ops: Sequence[Op], db: Database) -> Terms | None:
     """The short cuts of ``ops``; None where one of them has none."""
-    terms = []
+    found = []
     for op in ops:
         try:
-            quick = op.quick(db)
-        except EngineError:
+            terms = op.terms(db)
+        except EngineError:  # which ``evaluate`` words, or answers by an estimate
             return None
-        if quick is None:
+        if terms is None:
             return None
-        terms.append((quick, op.quick_source(db)))
-    return tuple(terms)
+        found.append(ShortCut(_summed(terms), op.outside(db), op.terms_source(db)))
+    return tuple(found)
+
+
+def _summed(terms: Sequence[Term]) -> Quick:
+    reads = [term.one for term in terms]
+    return reads[0] if len(reads) == 1 else lambda *at: sum(read(*at) for read in reads)

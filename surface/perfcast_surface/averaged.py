@@ -23,7 +23,7 @@ class Averaged:
     """
 
     def __init__(self, plane: Plane, spread: Callable[[F64], F64]) -> None:
-        self._plane = plane
+        self.plane = plane
         self._spread = spread
         self._batch = plane.axes[0]
         size = min(int(plane.axes[1].knots[-1]) + 2, LIMIT)
@@ -74,8 +74,8 @@ class Averaged:
     def _fill(self, means: F64, columns: slice) -> None:
         asked = self._spread(np.arange(columns.start, columns.stop, dtype=np.float64)).astype(np.intp)
         lengths = np.arange(asked.min(), asked.max() + 1)
-        knots = self._plane.axes[1].knots
-        for row, values in enumerate(self._plane.values):
+        knots = self.plane.axes[1].knots
+        for row, values in enumerate(self.plane.values):
             there = ~np.isnan(values[1:-1])
             if there.any():
                 line = np.interp(lengths, knots[there], values[1:-1][there], left=np.nan, right=np.nan)

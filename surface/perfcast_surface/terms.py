@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, inf
+from math import ceil, inf, nan
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
@@ -84,7 +84,7 @@ class Causal:
         return (self._one(batch, near, prefix) + self._one(batch, far, far - part) + self.extra_ms) * self.scale
 
     def _one(self, batch: float, full: float, prefix: float) -> float:
-        return self.blend.one(full, batch) * ((full * full - prefix * prefix) / (full * full))
+        return self.blend.one(full, batch) * ((full * full - prefix * prefix) / (full * full)) if full > 0 else nan
 
     def parameters(self) -> dict[str, float]:
         return {"extra_ms": float(self.extra_ms), "ranks": float(self.ranks), **self.blend.parameters()}
@@ -181,36 +181,32 @@ class Decode:
 class DecodeMean:
     """Decode measured over (batch, cache length), averaged over lengths around the asked one."""
 
-    plane: Plane
+    means: Averaged
     scale: float
 
     evaluator: ClassVar[str] = "decode_mean"
 
-    @cached_property
-    def _means(self) -> Averaged:
-        return Averaged(self.plane, decode_lengths)
-
     @property
     def reach(self) -> tuple[float, float]:
-        batch, s = self.plane.ends
+        batch, s = self.means.plane.ends
         return batch, s
 
     def at(self, batch: F64, s: F64, prefix: F64) -> F64:
-        return self._means.at(batch, s) * self.scale
+        return self.means.at(batch, s) * self.scale
 
     def one(self, batch: float, s: float, prefix: float) -> float:
-        return self._means.one(batch, s) * self.scale
+        return self.means.one(batch, s) * self.scale
 
     def parameters(self) -> dict[str, float]:
         return {}
 
     def planes(self) -> Sequence[Plane]:
-        return [self.plane]
+        return [self.means.plane]
 
     @classmethod
     def read(cls, scale: float, parameters: Mapping[str, float], planes: Sequence[Plane]) -> DecodeMean:
         (plane,) = Blend.read({"weight_0": 0.0}, planes, 2).planes()
-        return cls(plane, scale)
+        return cls(Averaged(plane, decode_lengths), scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +220,10 @@ class State:
 
     evaluator: ClassVar[str] = "state"
 
+    @cached_property
+    def _lengthy(self) -> bool:
+        return len(self.blend.ends) == 2
+
     @property
     def reach(self) -> tuple[float, float]:
         ends = self.blend.ends
@@ -232,13 +232,13 @@ class State:
     def at(self, batch: F64, s: F64, prefix: F64) -> F64:
         if self.draft:
             batch, s = np.maximum(1.0, np.round(batch / self.draft)), np.array([float(self.draft)])
-        query = (batch, s) if len(self.blend.ends) == 2 else (batch,)
+        query = (batch, s) if self._lengthy else (batch,)
         return self.blend.at(*query) * self.scale
 
     def one(self, batch: float, s: float, prefix: float) -> float:
         if self.draft:
             batch, s = max(1, round(batch / self.draft)), self.draft
-        return (self.blend.one(batch, s) if len(self.blend.ends) == 2 else self.blend.one(batch)) * self.scale
+        return (self.blend.one(batch, s) if self._lengthy else self.blend.one(batch)) * self.scale
 
     def parameters(self) -> dict[str, float]:
         return {"draft": float(self.draft), **self.blend.parameters()}

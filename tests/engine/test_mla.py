@@ -17,6 +17,7 @@ from perfcast_engine.errors import (
 from perfcast_engine.ops.composite import Fallback
 from perfcast_engine.ops.mla import ContextMla, ContextMlaModule, GenerationMla, GenerationMlaModule, MlaBmm
 from perfcast_engine.ops.wideep_mla import WideEpContextMla, WideEpGenerationMla
+from perfcast_engine.quick import quick_terms
 from perfcast_engine.tables.database import Mode
 
 from tests.engine.handmade import SYSTEM, database, table
@@ -373,7 +374,8 @@ def test_arrays_answer_as_their_points_do(op, mode, asked):
 def test_one_point_without_arrays_is_the_same_or_left_to_them(op, batch, s, prefix):
     db = database(KERNEL, DECODE, MODULE, DECODE_MODULE, *WIDE.tables("flashinfer"))
     block = Fallback(name="block", primary=op, fallback=(), scale=3.0)
-    quick = block.quick(db)(batch, s, prefix)
+    (cut,) = quick_terms([block], db)
+    quick = cut.read(batch, s, prefix)
     if 1 <= batch <= 4 and 512 <= s <= 1024 - prefix:
         assert quick == quick
     if quick == quick:
@@ -381,6 +383,6 @@ def test_one_point_without_arrays_is_the_same_or_left_to_them(op, batch, s, pref
 
 
 def test_no_short_cut_without_measurements():
-    assert prefill().quick(database()) is None
-    assert prefill().quick(database(KERNEL, mode=Mode.EMPIRICAL)) is None
-    assert WIDE.context(attn_backend="odd").quick(database(*WIDE.tables("fa3"))) is None
+    assert quick_terms([prefill()], database()) is None
+    assert quick_terms([prefill()], database(KERNEL, mode=Mode.EMPIRICAL)) is None
+    assert quick_terms([WIDE.context(attn_backend="odd")], database(*WIDE.tables("fa3"))) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import nan
 from typing import NamedTuple
 
 import numpy as np
@@ -87,14 +86,6 @@ class Sheets:
                 watts = sheet.power.at(*query, sol=None if carry is None else _same)
                 power = watts if weight == 0 else power + (watts - power) * weight
         return Resolved(ms, power)
-
-    def one(self, *query: float) -> float:
-        """``at`` for a single query between measurements; NaN for others."""
-        ms = nan
-        for weight, sheet in self.parts:
-            here = sheet.ms.one(*query)
-            ms = here if weight == 0 else ms + (here - ms) * weight
-        return ms
 
 
 def _same(*coords: F64) -> F64:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -54,23 +53,6 @@ class Surface:
             if power is not None and found.power is not None:
                 power[open_] = found.power
         return Resolved(ms, power if self.grid.power is not None else None)
-
-    def one(self, *query: float) -> float:
-        """The latency at a single query; quick where it lies between measurements."""
-        lead, rest = self._split(query)
-        ms = self.sheets(*lead).one(*rest)
-        return ms if ms == ms else float(self.at(*lead, *(np.array([float(c)]) for c in rest)).ms[0])
-
-    def reader(self, *lead: float) -> Callable[..., float]:
-        """``one`` at a leading number, for many queries."""
-        parts = self.sheets(*lead).parts
-        inside = parts[0][1].ms.one if len(parts) == 1 else self.sheets(*lead).one
-
-        def read(*rest: float) -> float:
-            ms = inside(*rest)
-            return ms if ms == ms else float(self.at(*lead, *(np.array([float(c)]) for c in rest)).ms[0])
-
-        return read
 
     def sheets(self, *lead: float) -> Sheets:
         """The grid resampled at one outer coordinate, or the whole of it."""

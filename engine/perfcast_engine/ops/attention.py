@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, nan
 from typing import ClassVar
 
 import numpy as np
@@ -117,32 +116,13 @@ class ContextAttention(Op):
 
         return by_mode(db, at, silicon=silicon, empirical=empirical, sol=sol)
 
-    def quick_source(self, db: Database) -> Source:
+    def terms_source(self, db: Database) -> Source:
         return Source.MIXED  # the measured kernel and the steps around it
-
-    def quick(self, db: Database) -> Quick | None:
-        if not db.mode.shared:
-            return None
-        db.system.rate(quant.FMHA[self.fmha_quant])
-        read, cp = self._kernels(db).measured(db).reader(float(self.heads)), self.cp
-        extra, scale = self._extra_ms(db), self.scale
-
-        def whole(batch: float, s: float, prefix: float) -> float:
-            full = s + prefix
-            return (read(full, batch) * causal_share(full, prefix) + extra) * scale
-
-        def halves(batch: float, s: float, prefix: float) -> float:
-            chunk = float(max(ceil(s / (2 * cp)), 1))
-            near, far = chunk + prefix, s + prefix
-            kernel = read(near, batch) * causal_share(near, prefix)
-            kernel += read(far, batch) * causal_share(far, far - chunk)
-            return (kernel + extra) * scale
-
-        return whole if cp == 1 else halves
 
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         if not db.mode.shared:
             return None
+        db.system.rate(quant.FMHA[self.fmha_quant])
         blend = self._kernels(db).measured(db).blend(float(self.heads))
         return None if blend is None else (Causal(blend, self.scale, self._extra_ms(db), self.cp),)
 
@@ -205,21 +185,21 @@ class GenerationAttention(Op):
     def _silicon(self, db: Database, at: Points) -> Answer:
         """The mean over the lengths around the asked one: tabulated inside of the measurements, sampled outside."""
         surface = self._kernels(db).measured(db)
-        table = self._tabulated(db, surface)
-        if table is None:
+        means = self._means(db, surface)
+        if means is None or surface.grid.power is not None:
             return self._sampled(surface, at)
-        ms = table.at(at.batch, at.s)
+        ms = means.at(at.batch, at.s)
         gone = np.isnan(ms)
         return choose(
             gone, lambda some: self._sampled(surface, some), lambda _: Answer.of(ms[~gone], Source.SILICON), at
         )
 
-    def _tabulated(self, db: Database, surface: Surface) -> Averaged | None:
-        """None where there is energy to tell, or nothing measured at such head counts."""
+    def _means(self, db: Database, surface: Surface) -> Averaged | None:
+        """None where nothing was measured at such head counts."""
 
         def build() -> Averaged | None:
-            sheets = surface.sheets(float(self.heads)).parts
-            return Averaged(sheets[0][1].ms, decode_lengths) if sheets and sheets[0][1].power is None else None
+            blend = surface.blend(float(self.heads))
+            return None if blend is None else Averaged(blend.parts[0][1], decode_lengths)
 
         return db.kept(("decode", surface, self.heads), build)
 
@@ -229,28 +209,22 @@ class GenerationAttention(Op):
         each = measured(surface, query, self.name, ("num_heads", "batch_size", "seq"))
         return _mean(each, len(at))
 
-    def quick(self, db: Database) -> Quick | None:
-        if not db.mode.shared:
-            return None
-        self._roofline(db, self.head_dim, self.window).rate()
-        surface, heads, scale = self._kernels(db).measured(db), float(self.heads), self.scale
-        table = self._tabulated(db, surface)
-
-        def ms(batch: float, s: float, prefix: float) -> float:
-            mean = nan if table is None else table.one(batch, s)
-            if mean != mean:
-                lengths = decode_lengths(np.array([float(s)])).ravel()
-                each = surface.at(heads, np.full(SAMPLES, float(batch)), lengths).ms
-                mean = float(each.sum() / SAMPLES)
-            return mean * scale
-
-        return ms
-
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         if not db.mode.shared:
             return None
-        blend = self._kernels(db).measured(db).blend(float(self.heads))
-        return None if blend is None or len(blend.parts) > 1 else (DecodeMean(blend.parts[0][1], self.scale),)
+        self._roofline(db, self.head_dim, self.window).rate()
+        means = self._means(db, self._kernels(db).measured(db))
+        return None if means is None else (DecodeMean(means, self.scale),)
+
+    def outside(self, db: Database) -> Quick:
+        surface, heads = self._kernels(db).measured(db), float(self.heads)
+
+        def ms(batch: float, s: float, prefix: float) -> float:
+            lengths = decode_lengths(np.array([float(s)])).ravel()
+            each = surface.at(heads, np.full(SAMPLES, float(batch)), lengths).ms
+            return float(each.sum()) / SAMPLES * self.scale
+
+        return ms
 
 
 def _mean(each: Answer, n: int) -> Answer:

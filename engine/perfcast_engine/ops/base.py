@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import nan
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ class Role(Enum):
     ATTENTION = 2  # dense attention that mixed steps price apart
 
 
-Quick = Callable[[float, float, float], float]
+Quick = Callable[[float, float, float], float]  # batch, s, prefix of one point, without imbalance, to ms
 
 
 class Split(NamedTuple):
@@ -84,19 +85,24 @@ class Op(ABC):
         ms, energy = np.maximum(priced.ms, 0.0) * self.scale, np.maximum(priced.energy, 0.0) * self.scale
         return Answer(ms, priced.source, priced.tier, energy, priced.misses)
 
-    def quick(self, db: Database) -> Quick | None:
-        """For one point at a time, without arrays: ms of all instances by (batch, s, prefix) at no imbalance, NaN where
-        ``evaluate`` has to be asked, as for what misses. None where the kind or the mode offers no such short cut."""
-        return None
-
     def terms(self, db: Database) -> tuple[Term, ...] | None:
-        """All instances as summands of a surface that leaves this process, right inside of the measurements. None
-        where the kind or the mode has no such form."""
+        """All instances as summands over (batch, s, prefix), right inside of the measurements: for single points and
+        for a surface that leaves this process. None where the kind or the mode has no such form."""
         return None
 
-    def quick_source(self, db: Database) -> Source:
-        """Of what ``quick`` answers."""
+    def terms_source(self, db: Database) -> Source:
+        """Of what ``terms`` answer."""
         return Source.SILICON
+
+    def outside(self, db: Database) -> Quick:
+        """``evaluate`` for one point that ``terms`` do not know; NaN where it misses or has another source."""
+        source = self.terms_source(db)
+
+        def ms(batch: float, s: float, prefix: float) -> float:
+            answer = self.evaluate(db, Points.of(batch, s, prefix))
+            return answer.ms.item(0) if answer.source[0] == source else nan
+
+        return ms
 
     def sol(self, db: Database, at: Points) -> Split:
         """The roofline of one instance at N points; SolNotDefined where the kind exports none."""

@@ -10,7 +10,7 @@ from perfcast_surface.terms import Term
 
 from perfcast_engine.answer import Answer, Points, Source, or_else
 from perfcast_engine.errors import PerfDataMissing
-from perfcast_engine.ops.base import Op, Quick, Reads, Split
+from perfcast_engine.ops.base import Op, Reads, Split
 from perfcast_engine.tables.database import Database, Mode
 
 
@@ -56,22 +56,11 @@ class Fallback(Op):
             lambda p: self.primary.evaluate(whole, p), lambda p: _sum(self.fallback, db, p), at, PerfDataMissing
         )
 
-    def quick(self, db: Database) -> Quick | None:
-        """The measured whole. Where it has no data the parts are asked by ``evaluate``."""
-        whole = db.in_mode(Mode.SILICON) if db.mode is Mode.HYBRID else db
-        try:
-            quick, scale = self.primary.quick(whole), self.scale
-        except PerfDataMissing:
-            return None
-        return quick if quick is None or scale == 1.0 else lambda batch, s, prefix: quick(batch, s, prefix) * scale
-
     def terms(self, db: Database) -> tuple[Term, ...] | None:
-        """The measured whole; none where it is repeated, or estimated."""
+        """The measured whole; none where it is estimated."""
         whole = db.in_mode(Mode.SILICON) if db.mode is Mode.HYBRID else db
-        try:
-            return self.primary.terms(whole) if self.scale == 1.0 else None
-        except PerfDataMissing:
-            return None
+        terms = self.primary.terms(whole)
+        return terms and tuple(replace(term, scale=term.scale * self.scale) for term in terms)  # type: ignore[type-var]
 
 
 def _sum(ops: Iterable[Op], db: Database, at: Points) -> Answer:

@@ -14,7 +14,7 @@ from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import InvalidField, PerfDataMissing
 from perfcast_engine.interp.surface import Surface
-from perfcast_engine.ops.base import Quick, Split, by_mode, no_basis, require
+from perfcast_engine.ops.base import Split, by_mode, no_basis, require
 from perfcast_engine.ops.context_parallel import all_gather, chunk_of, dsa_delta
 from perfcast_engine.ops.sparse import BucketedModule, causal_pairs
 from perfcast_engine.system import SystemSpec
@@ -120,9 +120,6 @@ class _Dsa(BucketedModule):
         told_apart = db.mode is Mode.SOL or db.find(f"{self.table}_skip") is not None
         return self.full_fraction if told_apart else 1.0
 
-    def quick(self, db: Database) -> Quick | None:
-        return self.quick_of(self._layers(db)) if db.mode.shared else None
-
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         return self.terms_of(self._layers(db)) if db.mode.shared else None
 
@@ -191,9 +188,6 @@ class DsaContext(_Dsa):
         gemm_rate, fmha_rate, index_rate = self.rates(system)
         seconds = m.gemm_flops(tokens, n) / gemm_rate + index / index_rate + attention / fmha_rate
         return Split.of(seconds * 1000, system.memory_sol_ms(moved))
-
-    def quick(self, db: Database) -> Quick | None:
-        return super().quick(db) if self.cp <= 1 else None
 
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         return super().terms(db) if self.cp <= 1 else None

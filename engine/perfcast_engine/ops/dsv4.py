@@ -16,7 +16,7 @@ from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import InvalidField, PerfDataMissing
 from perfcast_engine.interp.surface import Surface
-from perfcast_engine.ops.base import Quick, by_mode, measured, no_basis, no_slice, require, slice_of
+from perfcast_engine.ops.base import by_mode, measured, no_basis, no_slice, require, slice_of
 from perfcast_engine.ops.context_parallel import all_gather, chunk_of, csa_delta
 from perfcast_engine.ops.sparse import FP8, SparseModule
 from perfcast_engine.ops.topk_calibration import topk_excess
@@ -102,21 +102,6 @@ class _Dsv4(SparseModule):
     def _excess(self, db: Database) -> Held | None:
         wanted = self.learned and self.correct_topk
         return topk_excess(db, self.native_heads, self.score_variant) if wanted else None
-
-    def quick(self, db: Database) -> Quick | None:
-        if not db.mode.shared:
-            return None
-        self.rates(db.system)
-        read, excess, scale, context = self._surface(db).reader(), self._excess(db), self.scale, self.context
-
-        def ms(batch: float, s: float, prefix: float) -> float:
-            module = read(prefix, s, batch) if context else read(batch, s)
-            if excess is not None:
-                off = excess.one(batch, s, prefix) if context else excess.one(batch, 1.0, max(s - 1, 0.0))
-                module = 0.0 if module < off else module - off
-            return module * scale
-
-        return ms
 
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         if not db.mode.shared:
@@ -230,9 +215,6 @@ class Dsv4Context(_Dsv4):
         compressed += np.maximum(0, total - np.maximum(prefix, full)) * most
         pairs = batch * (windowed + compressed)
         return self.times(system, batch * s, batch, total, pairs)
-
-    def quick(self, db: Database) -> Quick | None:
-        return super().quick(db) if self.cp <= 1 else None
 
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         return super().terms(db) if self.cp <= 1 else None

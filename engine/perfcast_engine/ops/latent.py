@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, nan
 from typing import ClassVar
 
 import numpy as np
+from perfcast_surface.blend import Blend
 from perfcast_surface.terms import Causal, Decode, Term
 
 from perfcast_engine.answer import F64, Answer, Points, total
-from perfcast_engine.errors import EngineError
 from perfcast_engine.interp.grid import Query
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import UtilGrid
 from perfcast_engine.ops.base import (
     Op,
-    Quick,
     Reads,
     Split,
     by_mode,
@@ -102,18 +99,16 @@ class LatentBlock(Op):
         self.check_rates(db.system)
         return total((self._piece(db, part) for part in self.chunks(at)), len(at))
 
-    def quick(self, db: Database) -> Quick | None:
+    def terms(self, db: Database) -> tuple[Term, ...] | None:
         if not db.mode.shared:
             return None
-        try:
-            self.check_rates(db.system)
-            return self.reader(self.surface(db).reader(float(self.heads)))
-        except EngineError:  # which ``evaluate`` words, or answers by an estimate
-            return None
+        self.check_rates(db.system)
+        blend = self.surface(db).blend(float(self.heads))
+        return None if blend is None else (self.term(blend),)
 
     @abstractmethod
-    def reader(self, read: Callable[[float, float], float]) -> Quick:
-        """``quick`` by what looks up one point of the table, heads aside."""
+    def term(self, blend: Blend) -> Term:
+        """All instances by the planes at the block's heads."""
 
     def _piece(self, db: Database, at: Points) -> Answer:
         def silicon(at: Points) -> Answer:
@@ -160,25 +155,8 @@ class ContextBlock(LatentBlock):
         square = (at.s + at.prefix) ** 2
         return answer.scaled((square - at.prefix * at.prefix) / np.maximum(square, 1.0))
 
-    def reader(self, read: Callable[[float, float], float]) -> Quick:
-        scale, cp = self.scale, self.ranks
-
-        def piece(batch: float, s: float, prefix: float) -> float:
-            full = s + prefix
-            return read(full, batch) * ((full * full - prefix * prefix) / (full * full)) if full > 0 else nan
-
-        def whole(batch: float, s: float, prefix: float) -> float:
-            return piece(batch, s, prefix) * scale
-
-        def halves(batch: float, s: float, prefix: float) -> float:
-            part = max(ceil(s / (2 * cp)), 1)
-            return (piece(batch, part, prefix) + piece(batch, part, max(prefix + s - part, 0))) * scale
-
-        return whole if cp <= 1 else halves
-
-    def terms(self, db: Database) -> tuple[Term, ...] | None:
-        blend = self.surface(db).blend(float(self.heads)) if db.mode.shared else None
-        return None if blend is None else (Causal(blend, self.scale, ranks=max(self.ranks, 1)),)
+    def term(self, blend: Blend) -> Term:
+        return Causal(blend, self.scale, ranks=max(self.ranks, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,13 +168,8 @@ class GenerationBlock(LatentBlock):
     def query(self, at: Points) -> Query:
         return float(self.heads), at.batch, at.s
 
-    def reader(self, read: Callable[[float, float], float]) -> Quick:
-        scale = self.scale
-        return lambda batch, s, prefix: read(batch, s) * scale
-
-    def terms(self, db: Database) -> tuple[Term, ...] | None:
-        blend = self.surface(db).blend(float(self.heads)) if db.mode.shared else None
-        return None if blend is None else (Decode(blend, self.scale),)
+    def term(self, blend: Blend) -> Term:
+        return Decode(blend, self.scale)
 
 
 def decode_quant(system: SystemSpec, kv_quant: str) -> QuantMode:

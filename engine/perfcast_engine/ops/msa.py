@@ -11,7 +11,7 @@ from perfcast_surface.terms import Term
 
 from perfcast_engine.answer import F64, Answer, Points, Source, Tier
 from perfcast_engine.errors import EngineError
-from perfcast_engine.ops.base import Quick, Split, by_mode, no_basis, require
+from perfcast_engine.ops.base import Split, by_mode, no_basis, require
 from perfcast_engine.ops.dsa import DsaContext, DsaGeneration
 from perfcast_engine.ops.sparse import BucketedModule, causal_pairs
 from perfcast_engine.system import SystemSpec
@@ -83,12 +83,6 @@ class _Msa(BucketedModule):
             empirical=lambda at: self._borrowed(db, at),
             sol=lambda at: self.roofline(db.system, False, float(self.heads), *self.coords(at)).time,
         )
-
-    def quick(self, db: Database) -> Quick | None:
-        if not db.mode.shared:
-            return None
-        self.rates(db.system)
-        return self.quick_of([(self.surface(db, False, "trtllm"), 1.0)])
 
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         if not db.mode.shared:

@@ -15,7 +15,7 @@ from perfcast_engine.answer import F64, Answer, Points, Source, Tier
 from perfcast_engine.interp.grid import Coords, Grid, Query
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import UtilGrid
-from perfcast_engine.ops.base import Op, Quick, Reads, Split, estimated, measured, no_basis, no_slice, require, slice_of
+from perfcast_engine.ops.base import Op, Reads, Split, estimated, measured, no_basis, no_slice, require, slice_of
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key
@@ -116,22 +116,8 @@ class BucketedModule(SparseModule):
         key = db.kept(("bucket", name, self.key, bucket), choose)
         return slice_of(db, name, key, lambda *c: self.roofline(db.system, skip, *c).time, also=self.shapes)
 
-    def quick_of(self, parts: Sequence[tuple[Surface, float]]) -> Quick:
-        """The weighted sum of surfaces with axes (heads, *axes), one point at a time."""
-        (read, share), *others = ((surface.reader(float(self.heads)), share) for surface, share in parts)
-        scale, context = self.scale, self.context
-
-        def ms(batch: float, s: float, prefix: float) -> float:
-            at = (prefix, s, batch) if context else (batch, s)
-            total = read(*at) * share
-            for other, weight in others:
-                total += other(*at) * weight
-            return total * scale
-
-        return ms
-
     def terms_of(self, parts: Sequence[tuple[Surface, float]]) -> tuple[Term, ...] | None:
-        """The same as summands of a surface that leaves this process."""
+        """The weighted sum of surfaces with axes (heads, *axes)."""
         kind: type[Prefixed] | type[Decode] = Prefixed if self.context else Decode
         blends = [(surface.blend(float(self.heads)), share) for surface, share in parts]
         terms = tuple(kind(blend, share * self.scale) for blend, share in blends if blend is not None)

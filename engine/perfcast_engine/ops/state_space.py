@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import nan
 from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from perfcast_surface.terms import CHUNK, State, Term, Traffic
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.interp.grid import Grid
 from perfcast_engine.interp.surface import Surface
-from perfcast_engine.ops.base import Op, Quick, Reads
+from perfcast_engine.ops.base import Op, Reads
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key, Table
 
@@ -85,29 +84,6 @@ class StateKernel(Op):
             answer.energy[known] = resolved.energy[known]
         return answer
 
-    def quick(self, db: Database) -> Quick | None:
-        route, scale, extent = self.route(db), self.scale, self.extent
-        if route is None:
-            return lambda batch, s, prefix: 0.0
-        surface = self._surface(db, route)
-        if surface is None:
-            kernel, moved, system = route.kernel, self.moved_bytes, db.system
-
-            def roofline(batch: float, s: float, prefix: float) -> float:
-                batch, s = extent(batch, s)
-                return system.memory_sol_ms(moved(kernel, batch, s, batch * s if s > 0 else batch)) * scale
-
-            return roofline
-        read, lengthy = surface.reader(), self.lengthy
-
-        def measured(batch: float, s: float, prefix: float) -> float:
-            batch, s = extent(batch, s)
-            if not lengthy:
-                return read(batch) * scale
-            return read(batch, s) * scale if s > 0 else nan
-
-        return measured
-
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         route = self.route(db)
         if route is None:
@@ -128,7 +104,7 @@ class StateKernel(Op):
         per_chunk = ms(1.0, float(CHUNK), 0.0) - per_request
         return Traffic(self.scale, ms(0.0, 0.0, 1.0), per_request, per_chunk, self.lengthy, self.requests_of)
 
-    def quick_source(self, db: Database) -> Source:
+    def terms_source(self, db: Database) -> Source:
         route = self.route(db)
         return Source.SOL if route is not None and self._surface(db, route) is None else Source.SILICON
 
