@@ -88,6 +88,7 @@ def evaluate(case: dict[str, Any]) -> dict[str, Any]:
         autoscale=given.get("autoscale", False),
         strict_sla=given.get("strict_sla", False),
         memory_fraction=given.get("free_gpu_memory_fraction"),
+        max_seq_len=given.get("max_seq_len"),
         match_load=load,
     )
     (found,) = search(task, TableWorkshop(*sources())).experiments

@@ -61,10 +61,10 @@ class Encoder:
         return total
 
     def bytes(self, images: Images, batch: F64) -> tuple[float, F64]:
-        """(weights, activations (N,)) of one GPU."""
-        weights = sum(op.weight_bytes() for op in self.ops)
+        """(weights, activations (N,)) of one GPU; nothing is loaded for requests without images."""
         if not images or not self.ops:
-            return weights, np.zeros(len(batch))
+            return 0.0, np.zeros(len(batch))
+        weights = sum(op.weight_bytes() for op in self.ops)
         merged, patches = self.image_tokens(images)
         local = self._local_images(images, batch) * patches * self.hidden * PATCH_TENSORS
         gathered = batch * images.count * merged * self.out_hidden * self.projectors
