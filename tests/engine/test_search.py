@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from perfcast_engine.config import EngineConfig
-from perfcast_engine.errors import InvalidField
+from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.profiles import PROFILES
 from perfcast_engine.search.grids import DECODE_BATCHES, chunk_sizes, target_pairs, up_to
 from perfcast_engine.search.pick import Load, cluster_throughput
@@ -327,3 +327,12 @@ def test_a_lone_engine_s_rate_is_shared_by_its_context_parallel_ranks():
         engine = search(task(profile=profile, **wide), ToyShop()).experiments[0].engines[0]
         row = static(engine, LOAD, 1, Phases.PREFILL).rows.row(0)
         assert row["requests_per_s"] / row["requests_per_s_per_gpu"] == pytest.approx(ranks)
+
+
+def test_one_backend_that_cannot_answer_leaves_the_others_theirs():
+    shop = ToyShop({"known": 0})
+    with pytest.raises(EngineError, match="not measured"):
+        search(task("vllm", modes=("agg",)), shop)
+    found = search(task(backends=("trtllm", "vllm"), modes=("agg",)), shop).experiments
+    assert [e.status for e in found] == [Status.NO_DATA, Status.FAILED]
+    assert "not measured" in str(found[1].refused[0][1])

@@ -126,6 +126,10 @@ class ToyShop:
     def system(self, config: EngineConfig) -> SystemSpec:
         return SYSTEM
 
+    def admit(self, config: EngineConfig) -> None:
+        if config.backend == "vllm" and (self.options or {}).get("known") == 0:
+            raise UnsupportedCombination("backend", "not measured")
+
     def covered_ep(self, config: EngineConfig) -> Sequence[int]:
         return ()
 

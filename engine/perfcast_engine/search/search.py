@@ -75,7 +75,14 @@ def search(
                     raise InvalidField("total_gpus", "disaggregation needs at least 2 GPUs", why="range")
                 continue
             run = _Run(one, mode, shop, profile, progress, cancelled)
-            experiments.append({AGGREGATED: run.aggregated, DISAGGREGATED: run.disaggregated, AFD: run.afd}[mode]())
+            try:
+                found = {AGGREGATED: run.aggregated, DISAGGREGATED: run.disaggregated, AFD: run.afd}[mode]()
+            except EngineError as error:
+                if len(task.backends) < 2:
+                    raise
+                run.refused.append((backend, error))
+                found = run.nothing(Rows({}), Status.FAILED)
+            experiments.append(found)
     return SearchResult(profile.name, tuple(experiments))
 
 
@@ -111,6 +118,7 @@ class _Run:
         config = replace(config, role="both" if role == AGGREGATED else role, resolution="search")
         if self.task.encode_pool:
             config = replace(config, language_only=True)
+        self.shop.admit(config)
         model, system = self.shop.model(config), self.shop.system(config)
         megamoe = config.moe_backend == "megamoe"
         default = default_space(
@@ -152,7 +160,7 @@ class _Run:
 
         rows = self.sweep(AGGREGATED, task.engine, task.space, one, True)
         if not len(rows):
-            return self._nothing(concatenated([s.priced for s in self.sweeps if s.priced is not None]))
+            return self.nothing(concatenated([s.priced for s in self.sweeps if s.priced is not None]))
         rows = rows.distinct()
         if self.encoders:
             found = self._cells(rows, waiting=1.0, degradation=1.0)
@@ -166,7 +174,7 @@ class _Run:
         prefill = self._prefill(self.task.prefill_max_batch)
         decode = self._decode() if len(prefill) else prefill
         if not len(decode):
-            return self._nothing(decode)
+            return self.nothing(decode)
         if self.encoders:
             factors = self.task.matching
             prefill = self._cells(prefill, factors.ttft_factor, factors.prefill_degradation)
@@ -178,7 +186,7 @@ class _Run:
         parts: list[Rows] = []
         prefill = self._prefill(max(task.prefill_max_batch, AFD_PREFILL_BATCH))
         if not len(prefill):
-            return self._nothing(prefill)
+            return self.nothing(prefill)
         for found in afd.candidates(task, task.decode_engine or task.engine, self.shop):
             self.check()
             if isinstance(found, EngineError):
@@ -191,7 +199,7 @@ class _Run:
             parts.append(rows.with_(engine=np.full(len(rows), index[id(worker)])))
         decode = concatenated(parts)
         if not len(decode):
-            return self._nothing(decode)
+            return self.nothing(decode)
         names = [decode[f"afd_{name}"] for name in afd.COLUMNS]
         shape = np.unique(np.stack(names, axis=1), axis=0, return_inverse=True)[1].ravel()
         counts = task.replica.counts(CORRECTED, task.total_gpus, False)
@@ -199,7 +207,7 @@ class _Run:
         side = match.useful(replace(self._role(decode), group=shape), "tpot_ms")
         rows = match.every_pair(self._role(prefill), side, counts, task.replica, *shared, self.check)
         if not len(rows):
-            return self._nothing(rows, Status.UNMET)
+            return self.nothing(rows, Status.UNMET)
         rows = rows.sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
         return self._ranked(rows, self._groups(rows["decode_engine"]))
 
@@ -251,7 +259,7 @@ class _Run:
                 rows = concatenated([rows, fewest]).distinct()
         if not len(rows):
             near = match.every_pair(prefill, decode, counts, replica, *shared, self.check)
-            return self._nothing(near, Status.UNMET)
+            return self.nothing(near, Status.UNMET)
         self.check()
         rows = rows.sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
         self.check()
@@ -301,7 +309,7 @@ class _Run:
         met = bool(eligible(rows, task.targets, profile).any())
         return self._experiment(Status.OK if met else Status.UNMET, rows, best, rows)
 
-    def _nothing(self, near: Rows, status: Status | None = None) -> Experiment:
+    def nothing(self, near: Rows, status: Status | None = None) -> Experiment:
         if status is None:
             fits, kv = any(s.fits_memory for s in self.sweeps), any(s.fits_kv for s in self.sweeps)
             missed = any(s.miss for s in self.sweeps)

@@ -44,6 +44,10 @@ class Workshop(Protocol):
 
     def system(self, config: EngineConfig) -> SystemSpec: ...
 
+    def admit(self, config: EngineConfig) -> None:
+        """Raises where no mapping of ``config`` can be answered."""
+        ...
+
     def covered_ep(self, config: EngineConfig) -> Sequence[int]:
         """EP sizes wider than a node for which the all-to-all of the configuration's role is measured."""
         ...

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from perfcast_engine import quant
 from perfcast_engine.config import EngineConfig, ParallelConfig
-from perfcast_engine.errors import EngineError
+from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.models.build import ModelPlan
 from perfcast_engine.models.large_ep import FAMILIES as LARGE_EP_FAMILIES
+from perfcast_engine.models.quantization import context_table
 from perfcast_engine.models.registry import Registry
-from perfcast_engine.models.resolve import modes_and_comm, resolve
+from perfcast_engine.models.resolve import measured_fmha, modes_and_comm, resolve
+from perfcast_engine.models.rules import complete, is_moe
 from perfcast_engine.models.spec import ModelSpec
+from perfcast_engine.ops.gemm_tables import measured_as
 from perfcast_engine.search.space import EP_SIZES
 from perfcast_engine.search.task import Candidate
 from perfcast_engine.serving.worker import worker_of
 from perfcast_engine.shared import Shared
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.catalog import Catalog
-from perfcast_engine.tables.database import TRANSFER_PRESETS
+from perfcast_engine.tables.database import TRANSFER_PRESETS, Database, Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +40,37 @@ class TableWorkshop:
     def system(self, config: EngineConfig) -> SystemSpec:
         return self.catalog.system(config.system)
 
-    def covered_ep(self, config: EngineConfig) -> Sequence[int]:
-        spec = self.model(config)
-        if spec.family not in LARGE_EP_FAMILIES:
-            return ()
+    def database(self, config: EngineConfig) -> Database:
         policy = TRANSFER_PRESETS[config.transfer_policy]
-        db = self.catalog.database(
+        return self.catalog.database(
             config.system, config.backend, config.version, config.database_mode, policy, config.allow_unlisted_version
         )
+
+    def admit(self, config: EngineConfig) -> None:
+        """Raises where no mapping can be answered: a mode without a rate on this GPU, or without any measurement."""
+        spec, db = self.model(config), self.database(config)
+        one = complete(spec, ParallelConfig(moe_tp=1, moe_ep=1))
+        modes, _ = modes_and_comm(replace(config, parallel=one), spec, one, db)
+        db.system.rate(quant.mode(quant.GEMM, modes.gemm, "quant.gemm"))
+        if db.mode is not Mode.SILICON:
+            return
+        asked = [("gemm", measured_as(modes.gemm), _measured(db, "gemm", "gemm_dtype"))]
+        if is_moe(spec) and spec.moe.experts:
+            experts = _measured(db, "moe", "moe_dtype") | _measured(db, "moe_expert_compute", "moe_dtype")
+            asked.append(("moe", modes.moe, experts))
+        if config.role != "decode":
+            table = context_table(spec.family, db.backend)
+            asked.append(("fmha", modes.fmha, measured_fmha(db, table, None)))
+        for name, mode, known in asked:
+            if known and mode not in known:
+                where = f"{db.system.name} with {db.backend} {db.version}"
+                message = f"{spec.id} runs in {mode}, which was not measured on {where}; measured: "
+                raise InvalidField(f"quant.{name}", message + ", ".join(sorted(known)), why="no_data", mode=mode)
+
+    def covered_ep(self, config: EngineConfig) -> Sequence[int]:
+        spec, db = self.model(config), self.database(config)
+        if spec.family not in LARGE_EP_FAMILIES:
+            return ()
         covered = []
         for ep in (ep for ep in EP_SIZES if ep > db.system.gpus_per_node):
             wide = ParallelConfig(attn_dp=ep, moe_tp=1, moe_ep=ep)
@@ -61,3 +88,8 @@ class TableWorkshop:
                 yield worker_of(engine, self._shared)
             except EngineError as error:
                 yield error
+
+
+def _measured(db: Database, name: str, column: str) -> frozenset[str]:
+    table = db.find(name)
+    return frozenset() if table is None else frozenset(table.vocab[column])
