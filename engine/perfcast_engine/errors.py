@@ -57,11 +57,11 @@ class UnsupportedCombination(InvalidField):
 
 
 class UnknownName(EngineError, LookupError):
-    """A model, system, backend or version that is not known; names the nearest that are."""
+    """A model, system, backend or version that is not known; names the nearest that are, or gives a ``hint``."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], reason: Reason) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], reason: Reason, hint: str = "") -> None:
         near = get_close_matches(name, list(known), n=3, cutoff=0.4)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        hint = f"; did you mean {', '.join(near)}?" if near else hint
         super().__init__(f"unknown {kind} {name!r}{hint}", kind=kind, name=name, nearest=", ".join(near))
         self.reason = reason
 

@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 from perfcast.v1 import API_REVISION, catalog_pb2, prediction_pb2
 from perfcast_engine.config import EngineConfig
-from perfcast_engine.coverage import cell
+from perfcast_engine.coverage import cell, smallest
 from perfcast_engine.errors import EngineError
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.predictor import Engine
@@ -121,11 +121,11 @@ class Catalog:
         return await self._engines.off_loop(lambda: coverage_message(self._chosen(config)))
 
     def _chosen(self, config: EngineConfig) -> Engine:
-        found = cell(self._engines.predictor, config)
+        predictor = self._engines.predictor
+        found = cell(predictor, config)
         if found.parallel is None:
-            assert found.error is not None
-            raise found.error
-        return self._engines.predictor.engine(replace(config, parallel=found.parallel))
+            return smallest(predictor, config)[0]
+        return predictor.engine(replace(config, parallel=found.parallel))
 
     def _named(self, request: Any, *names: str) -> None:
         for name in names:

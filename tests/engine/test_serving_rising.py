@@ -31,7 +31,10 @@ def test_rows_are_read_each_in_its_own():
     assert rising(GRID, times, np.array([2.0, 2.0, 8.0]), np.array([1, 0, 1])).tolist() == [20, 2, 40]
 
 
-@given(st.lists(st.integers(1, 9999).map(float), min_size=60, max_size=60), st.lists(st.integers(1, 512), min_size=2, max_size=20))
+@given(
+    st.lists(st.integers(1, 9999).map(float), min_size=60, max_size=60),
+    st.lists(st.integers(1, 512), min_size=2, max_size=20),
+)
 def test_more_requests_never_take_less(times, batches):
     grid = batches_to(512)
     curve = np.resize(np.array(times), len(grid))[None]

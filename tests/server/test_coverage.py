@@ -48,6 +48,8 @@ def test_a_mapping_can_be_chosen(client: Client) -> None:
     wide = EngineConfig(model="deepseek-ai/DeepSeek-V3", system="h200_sxm", backend="trtllm")
     chosen = client.coverage(wide, choose_parallel=True)
     assert chosen.parallel["tp"] == chosen.parallel["moe_ep"] == 8 and chosen.works_in == "silicon"
+    alone = EngineConfig(model="Qwen/Qwen3-8B", system="a30", backend="vllm", version="0.24.0", database_mode="sol")
+    assert client.coverage(alone, choose_parallel=True).works_in == "sol"
     with pytest.raises(errors.InvalidRequest, match="configuration"):
         client.coverage(client.resolve(CONFIG), choose_parallel=True)
     with pytest.raises(errors.OutOfMemory, match="does not fit 64 GPUs"):

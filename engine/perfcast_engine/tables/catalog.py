@@ -145,7 +145,8 @@ class Catalog:
             return request
         if broken and request in SLOTS:
             raise broken[0]
-        raise UnknownName("version", request, [*listed, *slots], Reason.UNKNOWN_VERSION)
+        hint = "" if listed else f": {system} has no measured tables of {backend}; name a release, in mode SOL"
+        raise UnknownName("version", request, [*listed, *slots], Reason.UNKNOWN_VERSION, hint)
 
     def database(
         self,
