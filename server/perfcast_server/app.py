@@ -92,7 +92,9 @@ class Server:
         self.engines = Engines(settings, self.metrics, self._lanes, self._announce)
         self._gate = callers.gate(settings)
         self._certificates = Certificates(settings) if settings.tls_cert else None
-        self._rpc = Rpc(settings, self.lifecycle, self.metrics, self._gate)
+        self._tracing = _tracing() if settings.tracing else None
+        traced = self._tracing.around if self._tracing is not None else None
+        self._rpc = Rpc(settings, self.lifecycle, self.metrics, self._gate, traced)
         self._grpc = grpc.aio.server(options=_options(settings, shared_port))
         self._searchers = Searchers(settings, self.metrics)
         self._reloading = asyncio.Lock()
@@ -182,6 +184,8 @@ class Server:
         await self._grpc.stop(self.settings.drain_grace_s)
         await self._searchers.close()
         self._lanes.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         self._states.close()
         if self._http is not None:
             self._http.shutdown()
@@ -244,6 +248,14 @@ class Server:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _tracing() -> Any:
+    try:
+        from perfcast_server.tracing import Tracing
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"tracing: {error.name} is missing; pip install 'perfcast[tracing]'") from None
+    return Tracing()
 
 
 def _data(predictor: Predictor) -> Data:

@@ -67,6 +67,8 @@ class Stream:
 
 
 Method = Unary | ServerStream | Stream
+Handler = Callable[[Any, Any], Awaitable[Any]]
+Traced = Callable[[str, str, Handler], Handler]  # wraps the handler of a service's method
 
 
 def parsed(kind: type[Message], data: bytes) -> Any:
@@ -85,11 +87,19 @@ def parsed(kind: type[Message], data: bytes) -> Any:
 class Rpc:
     """Turns answers into gRPC handlers. One per server: it holds the caches and the count of work admitted."""
 
-    def __init__(self, settings: Settings, lifecycle: Lifecycle, metrics: Metrics, gate: Gate | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+        gate: Gate | None = None,
+        traced: Traced | None = None,
+    ) -> None:
         self._settings = settings
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._gate = gate
+        self._traced = traced or (lambda service, method, handler: handler)
         self._in_work = 0
         self._bytes_in_work = 0
         self._streams = 0
@@ -110,10 +120,11 @@ class Rpc:
 
     def _handler(self, service: str, method: Method) -> grpc.RpcMethodHandler:
         if isinstance(method, Unary):
-            return grpc.unary_unary_rpc_method_handler(self._unary(service, method))
+            return grpc.unary_unary_rpc_method_handler(self._traced(service, method.name, self._unary(service, method)))
         if isinstance(method, ServerStream):
-            return grpc.unary_stream_rpc_method_handler(self._server_stream(service, method))
-        return grpc.stream_stream_rpc_method_handler(self._stream(service, method))
+            handler = self._server_stream(service, method)
+            return grpc.unary_stream_rpc_method_handler(self._traced(service, method.name, handler))
+        return grpc.stream_stream_rpc_method_handler(self._traced(service, method.name, self._stream(service, method)))
 
     def _unary(self, service: str, method: Unary) -> Callable[[bytes, Any], Awaitable[bytes]]:
         meter = Meter(self._metrics, "unary", service, method.name)

@@ -83,6 +83,7 @@ class Settings:
     max_connection_age_s: float = _setting(300.0, "age at which a connection is asked to reconnect")
     min_ping_interval_s: float = _setting(10.0, "least time between keepalive pings of a client")
     reflection: bool = _setting(True, "serve gRPC reflection")
+    tracing: bool = _setting(False, "send a span of every call over OTLP; where to is said by the OTEL_* variables")
     log_level: str = _setting("info", "debug, info, warning or error")
     log_format: str = _setting("json", "json, or text for people")
 
