@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 from perfcast_surface.terms import Term
 
-from perfcast_engine.answer import F64, Source
+from perfcast_engine.answer import Source
 from perfcast_engine.errors import EngineError
 from perfcast_engine.ops.base import Op, Quick
 from perfcast_engine.tables.database import Database
@@ -55,11 +54,12 @@ class QuickStep:
             self._terms.append((source, ms))
 
     @property
-    def by_source(self) -> F64:
-        """ms (5,) per Source."""
-        shares = np.zeros(len(Source))
+    def by_source(self) -> list[float]:
+        """ms per Source."""
+        shares = [0.0] * len(Source)
         for table, count in self._counts:
-            shares += table.shares(count)
+            for source, ms in enumerate(table.shares(count)):
+                shares[source] += ms
         for source, ms in self._terms:
             shares[source] += ms
         return shares

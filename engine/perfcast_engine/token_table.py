@@ -82,9 +82,9 @@ class CountTable:
         """The sum at one count, NaN where an operator misses it."""
         return float(self(np.array([float(count)])).ms[0])
 
-    def shares(self, count: int) -> F64:
-        """The sum at one count by Source (5,)."""
-        shares: F64 = self(np.array([float(count)])).origin.rows()[0]
+    def shares(self, count: int) -> list[float]:
+        """The sum at one count, ms per Source."""
+        shares: list[float] = self(np.array([float(count)])).origin.rows()[0].tolist()
         return shares
 
     @property
@@ -130,6 +130,12 @@ class TokenTable(CountTable):
         if count < len(self._filled) and self._filled.item(count):
             return self._kept.ms.item(count)
         return super().one(count)
+
+    def shares(self, count: int) -> list[float]:
+        if count < len(self._filled) and self._filled.item(count):
+            shares: list[float] = self._kept.by_source[count].tolist()
+            return shares
+        return super().shares(count)
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,7 @@ from perfcast_engine.predictor import Engine, Predictor
 from perfcast_engine.step_result import StepResult
 from perfcast_engine.tables.database import Mode
 
-from perfcast_server import wire
+from perfcast_server import single, wire
 from perfcast_server.cache import Lru, SingleFlight
 from perfcast_server.errors import ServiceError, invalid
 from perfcast_server.lanes import Lanes
@@ -36,6 +36,7 @@ class Ready:
     predictor: Predictor
     stamp: common_pb2.EngineStamp
     original: common_pb2.EngineConfig
+    head: bytes  # of its answers, the stamp in them
 
     @property
     def is_measured(self) -> bool:
@@ -177,7 +178,8 @@ class Engines:
     def made(self, predictor: Predictor, config: common_pb2.EngineConfig) -> Ready:
         """The engine of ``config`` with the data of ``predictor``; takes its time."""
         engine = self._build(predictor, config)
-        return Ready(engine, predictor, wire.stamp(engine), config)
+        stamp = wire.stamp(engine)
+        return Ready(engine, predictor, stamp, config, single.stamped(stamp))
 
     def _build(self, predictor: Predictor, config: common_pb2.EngineConfig) -> Engine:
         try:

@@ -6,9 +6,10 @@ from time import perf_counter
 from wsgiref.simple_server import WSGIServer
 
 import grpc
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
 
 from perfcast_server.errors import code_name
+from perfcast_server.tally import Counter, Histogram
 
 RPC = ("grpc_type", "grpc_service", "grpc_method")
 RPC_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)

@@ -22,12 +22,12 @@ def columns(message: Message) -> dict[str, NDArray[Any]]:
     data, at = message.SerializeToString(), 0  # which packs what came unpacked
     found: dict[str, NDArray[Any]] = {}
     while at < len(data):
-        key, at = _varint(data, at)
+        key, at = _read(data, at)
         if key & 7 != PACKED:
-            _, at = _varint(data, at)
+            _, at = _read(data, at)
             continue
         field = message.DESCRIPTOR.fields_by_number[key >> 3]
-        size, at = _varint(data, at)
+        size, at = _read(data, at)
         kind = KINDS[field.type]
         found[field.name] = np.frombuffer(data, kind, size // kind.itemsize, at)
         at += size
@@ -39,10 +39,10 @@ def put(message: Message, name: str, values: NDArray[np.float64]) -> None:
     data = np.ascontiguousarray(values, "<f8").tobytes()
     key = message.DESCRIPTOR.fields_by_name[name].number << 3 | PACKED
     if data:
-        message.MergeFromString(_encoded(key) + _encoded(len(data)) + data)
+        message.MergeFromString(varint(key) + varint(len(data)) + data)
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _read(data: bytes, at: int) -> tuple[int, int]:
     """A variable-length number and where the next byte is."""
     value = shift = 0
     while True:
@@ -54,7 +54,10 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         shift += 7
 
 
-def _encoded(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """``value`` as a variable-length number."""
+    if value < 0x80:
+        return bytes((value,))
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -8,12 +8,13 @@ from typing import TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
-from perfcast.v1 import prediction_pb2
-from perfcast_engine.answer import F64, Answer, Miss, Tier
+from perfcast.v1 import common_pb2, prediction_pb2
+from perfcast_engine.answer import Answer, Miss, Tier
 from perfcast_engine.errors import EngineError
+from perfcast_engine.quick import QuickStep
 from perfcast_engine.step_result import StepResult
 
-from perfcast_server import packed, wire
+from perfcast_server import packed, single, wire
 from perfcast_server.engines import Engines, Ready
 from perfcast_server.errors import ServiceError, invalid, refusal
 from perfcast_server.metrics import Metrics
@@ -54,39 +55,47 @@ class Prediction:
             modes=wire.quant_message(modes.gemm, modes.moe, modes.kv, modes.fmha, modes.comm),
         )
 
-    async def predict_step(self, request: prediction_pb2.PredictStepRequest) -> Message:
+    async def predict_step(self, request: prediction_pb2.PredictStepRequest) -> Message | bytes:
         asked = self._checked(query(request, "step"))
         ready = await self._engines.of(request)
         if asked.weight <= self._settings.inline_points:
             return self._one(ready, asked, request.include_operators)
         return await self._in_lane(lambda: self._one(ready, asked, request.include_operators), asked.weight)
 
-    def predict_step_at_once(self, request: prediction_pb2.PredictStepRequest) -> Message | None:
+    def predict_step_at_once(self, request: prediction_pb2.PredictStepRequest) -> Message | bytes | None:
         asked = self._checked(query(request, "step"))
         if asked.weight > self._settings.inline_points:
             return None
         ready = self._engines.ready(request)
         return None if ready is None else self._one(ready, asked, request.include_operators)
 
-    def _one(self, ready: Ready, asked: Query, operators: bool) -> prediction_pb2.PredictStepResponse:
+    def _one(self, ready: Ready, asked: Query, operators: bool) -> Message | bytes:
         if operators:
             result = self._timed(ready, asked, True).raise_first()
-            answer = _step(ready, result.ms.item(0), result.by_source[0], int(result.tier[0]))
+            answer = prediction_pb2.PredictStepResponse(
+                engine=ready.stamp,
+                latency_ms=result.ms.item(0),
+                provenance=wire.provenance(result.by_source[0], int(result.tier[0])),
+            )
             answer.operators.extend(
                 wire.operator_latency(name, told) for name, told in (result.operators or {}).items()
             )
             return answer
-        return _step(ready, *self._number(ready, asked))
+        quick = self._quick(ready, asked)
+        if quick is not None:
+            return single.step(ready.head, quick.ms, quick.by_source, Tier.SILICON)
+        result = self._timed(ready, asked, False).raise_first()
+        return single.step(ready.head, result.ms.item(0), result.by_source[0].tolist(), result.tier.item(0))
 
-    def _number(self, ready: Ready, asked: Query) -> tuple[float, F64, int]:
-        """Latency of one point, its shares (5,) ms by source and its tier."""
+    def _quick(self, ready: Ready, asked: Query) -> QuickStep | None:
+        """The answer about one point where no arrays are needed for it."""
+        if not ready.is_measured:
+            return None
         began = perf_counter()
-        quick = asked.ask_quick(ready.engine.steps) if ready.is_measured else None
-        if quick is None:
-            result = self._timed(ready, asked, False).raise_first()
-            return result.ms.item(0), result.by_source[0], int(result.tier[0])
-        self._count(asked, perf_counter() - began)
-        return quick.ms, quick.by_source, int(Tier.SILICON)
+        quick = asked.ask_quick(ready.engine.steps)
+        if quick is not None:
+            self._count(asked, perf_counter() - began)
+        return quick
 
     async def predict_steps(self, request: prediction_pb2.PredictStepsRequest) -> Message:
         ready = await self._engines.of(request)
@@ -108,29 +117,33 @@ class Prediction:
 
     async def stream_steps(
         self, requests: AsyncIterator[prediction_pb2.StreamStepsRequest]
-    ) -> AsyncIterator[prediction_pb2.StreamStepsResponse]:
+    ) -> AsyncIterator[Message | bytes]:
         ready: Ready | None = None
         async for request in requests:
-            answer = prediction_pb2.StreamStepsResponse(sequence=request.sequence)
+            stamp: common_pb2.EngineStamp | None = None
             try:
                 asked = self._checked(query(request, "step"))
                 if request.WhichOneof("engine") is not None:
                     ready = await self._engines.of(request)
-                    answer.engine.CopyFrom(ready.stamp)
+                    stamp = ready.stamp
                 elif ready is not None and ready is not (ready := await self._engines.current(ready)):
-                    answer.engine.CopyFrom(ready.stamp)  # its data have changed
+                    stamp = ready.stamp  # its data have changed
                 if ready is None:
                     raise invalid("engine", "is missing in the first message; give config or handle")
-                answer.latency_ms = await self._streamed(ready, asked)
+                quick = self._quick(ready, asked)
+                ms = await self._streamed(ready, asked) if quick is None else quick.ms
+                yield single.streamed(request.sequence, ms, stamp)
             except (EngineError, ServiceError) as error:
-                answer.error.CopyFrom(refusal(error).detail())
-            yield answer
+                detail = refusal(error).detail()
+                yield prediction_pb2.StreamStepsResponse(sequence=request.sequence, error=detail, engine=stamp)
 
     async def _streamed(self, ready: Ready, asked: Query) -> float:
+        def number() -> float:
+            return self._timed(ready, asked, False).raise_first().ms.item(0)
+
         if asked.weight <= self._settings.inline_points:
-            return self._number(ready, asked)[0]
-        ms, *_ = await self._in_lane(lambda: self._number(ready, asked), asked.weight)
-        return ms
+            return number()
+        return await self._in_lane(number, asked.weight)
 
     async def _in_lane(self, work: Callable[[], T], size: int) -> T:
         return await self._engines.lanes.steps.run(work, 1 + size / SIZE_OF_A_CALL)
@@ -149,12 +162,6 @@ class Prediction:
         points, point_seconds = self._meters[asked.kind]
         points.inc(asked.points)
         point_seconds.observe(seconds / asked.points)
-
-
-def _step(ready: Ready, ms: float, by_source: F64, tier: int) -> prediction_pb2.PredictStepResponse:
-    return prediction_pb2.PredictStepResponse(
-        engine=ready.stamp, latency_ms=ms, provenance=wire.provenance(by_source, tier)
-    )
 
 
 def _columns(ready: Ready, result: StepResult, per_point: bool) -> prediction_pb2.PredictStepsResponse:

@@ -38,7 +38,7 @@ class Unary:
     name: str
     request: type[Message]
     answer: Callable[[Any], Awaitable[Message | bytes]]
-    at_once: Callable[[Any], Message | None] = lambda request: None
+    at_once: Callable[[Any], Message | bytes | None] = lambda request: None
     pure: Callable[[Any], bool] = lambda request: True
     admin: bool = False
     writes: bool = False
@@ -63,7 +63,7 @@ class Stream:
 
     name: str
     request: type[Message]
-    answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
+    answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message | bytes]]
 
 
 Method = Unary | ServerStream | Stream
@@ -304,7 +304,7 @@ class Rpc:
                 caller = self._let_in(context)
                 with self._streaming(caller):
                     async for answer in method.answers(requests(context, task, caller)):
-                        await context.write(answer.SerializeToString())
+                        await context.write(answer if isinstance(answer, bytes) else answer.SerializeToString())
                         meter.sent.inc()
             except asyncio.CancelledError:
                 if task not in self._ended:

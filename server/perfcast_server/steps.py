@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import Message
@@ -66,8 +66,7 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(NamedTuple):
     """One question to an engine. ``points`` it returns; ``weight`` counts every evaluated sample."""
 
     kind: str
@@ -77,10 +76,13 @@ class Query:
 
     def ask_quick(self, steps: StepModel) -> QuickStep | None:
         """The answer to a question about one point where the engine has it at hand; bit for bit that of ``ask``."""
-        quick = KINDS[self.kind].quick
-        arguments = {name: value for name, value in self.arguments.items() if name != IMBALANCE.engine}
-        if quick is None or self.arguments.get(IMBALANCE.engine, 1.0) != 1.0:
+        quick, arguments = KINDS[self.kind].quick, self.arguments
+        if quick is None:
             return None
+        if IMBALANCE.engine in arguments:
+            arguments = dict(arguments)
+            if arguments.pop(IMBALANCE.engine) != 1.0:
+                return None
         step: QuickStep | None = getattr(steps, quick)(**arguments)
         return step
 
@@ -95,13 +97,19 @@ def query(request: Message, group: str) -> Query:
     if name is None:
         raise invalid(group, f"is missing; give one of {', '.join(KINDS)}")
     kind, message = KINDS[name], getattr(request, name)
-    read = _scalars if group == "step" else _columns
-    values = read(message, kind.fields, name)
-    points = _length(values, name)
+    if group == "step":
+        values, points = _scalars(message, kind.fields, name), 1
+    else:
+        values = _columns(message, kind.fields, name)
+        points = _length(values, name)
     if kind.below is not None:
         small, large = kind.below
-        if (index := _first(np.atleast_1d(values[small] >= values[large]))) is not None:
-            at = f"[{index}]" if group == "steps" else ""
+        if group == "step":
+            at = "" if values[small] >= values[large] else None
+        else:
+            index = _first(np.atleast_1d(values[small] >= values[large]))
+            at = None if index is None else f"[{index}]"
+        if at is not None:
             raise invalid(f"{name}.{small}{at}", f"must be smaller than {large}")
     arguments = {field.engine: values[field.wire] for field in kind.fields}
     if name != "decode_trajectory":
@@ -126,7 +134,13 @@ def check_size(asked: Query, limit: int) -> None:
 
 
 def _scalars(message: Message, fields: tuple[Field, ...], name: str) -> dict[str, Any]:
-    return {field.wire: _scalar(getattr(message, field.wire), field, f"{name}.{field.wire}") for field in fields}
+    values = {}
+    for field in fields:
+        value = getattr(message, field.wire)
+        if field.default == 1.0 or not field.least <= value <= MAX_COUNT:
+            value = _scalar(value, field, f"{name}.{field.wire}")
+        values[field.wire] = value
+    return values
 
 
 def _columns(message: Message, fields: tuple[Field, ...], name: str) -> dict[str, Any]:

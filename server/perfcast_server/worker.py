@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from perfcast_server import logs
-from perfcast_server.app import Server
+from perfcast_server.app import Server, spare_collections
 from perfcast_server.control import Answers, Gone, Peer, Refused
 from perfcast_server.data import CHECK_S, Data, DataRefused, Reloaded
 from perfcast_server.settings import NotReady, Settings, SettingsError
@@ -42,6 +42,7 @@ class Worker:
         self._server = Server(settings, shared_port=True, reload=self._reload)
         try:
             await self._server.start()
+            spare_collections()
             await peer.ask("ready")
             stopped = loop.create_task(self._stop.wait())
             await asyncio.wait({stopped, peer.gone}, return_when=asyncio.FIRST_COMPLETED)
