@@ -12,6 +12,7 @@ from perfcast_engine.config import EngineConfig
 from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.profiles import PROFILES
 from perfcast_engine.search.grids import DECODE_BATCHES, chunk_sizes, target_pairs, up_to
+from perfcast_engine.search.match import Replica
 from perfcast_engine.search.pick import Load, cluster_throughput
 from perfcast_engine.search.recommend import recommend
 from perfcast_engine.search.search import search
@@ -336,3 +337,13 @@ def test_one_backend_that_cannot_answer_leaves_the_others_theirs():
     found = search(task(backends=("trtllm", "vllm"), modes=("agg",)), shop).experiments
     assert [e.status for e in found] == [Status.NO_DATA, Status.FAILED]
     assert "not measured" in str(found[1].refused[0][1])
+
+
+def test_a_pair_that_exceeds_its_replica_is_still_the_closest():
+    small = {"modes": ("disagg",), "replica": Replica(gpu_counts=(3,)), "space": Space()}
+    sides = {"prefill_space": Space(num_gpu=(4,), tp=(4,)), "decode_space": Space(num_gpu=(4,), tp=(4,))}
+    for profile in PROFILES:
+        (found,) = search(task(profile=profile, targets=Targets(5.0, 30), **small, **sides), ToyShop()).experiments
+        assert found.status is Status.UNMET
+        assert found.closest["gpus"][0] >= 8
+        assert [v.target for v in found.missed] == ["ttft_ms"]

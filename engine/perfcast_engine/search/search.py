@@ -258,7 +258,7 @@ class _Run:
                 fewest = match.every_pair(prefill, decode, counts, replica, *shared, self.check, task.match_load)
                 rows = concatenated([rows, fewest]).distinct()
         if not len(rows):
-            near = match.every_pair(prefill, decode, counts, replica, *shared, self.check)
+            near = match.every_pair(prefill, decode, (), replace(replica, same_tp=False), *shared, self.check)
             return self.nothing(near, Status.UNMET)
         self.check()
         rows = rows.sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
