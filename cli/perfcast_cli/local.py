@@ -74,7 +74,8 @@ class Local(Questions):
 
         method, request = self._methods[call.path], call.inline or call.request
         if isinstance(method, Unary):
-            return await method.answer(request)
+            answer = await method.answer(request)
+            return call.response.FromString(answer) if isinstance(answer, bytes) else answer
         return [part async for part in method.answers(request)]
 
     def _stream(self, call: Call[T], deadline_s: float | None) -> Generator[T, None, None]:
