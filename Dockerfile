@@ -3,6 +3,7 @@ FROM python:3.11-slim AS build
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY protos protos
+COPY surface surface
 COPY systems systems
 COPY engine engine
 COPY server server
