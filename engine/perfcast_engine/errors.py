@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
 
+FEW = 8  # names that a message may list
+
 
 class Reason(StrEnum):
     """Stable reason codes; the server maps them to gRPC codes (spec/07 section 12)."""
@@ -57,11 +59,19 @@ class UnsupportedCombination(InvalidField):
 
 
 class UnknownName(EngineError, LookupError):
-    """A model, system, backend or version that is not known; names the nearest that are, or gives a ``hint``."""
+    """A model, system, backend or version that is not known.
+
+    Names the nearest that are, in whatever case; else all of them if they are FEW; else it gives a ``hint``.
+    """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], reason: Reason, hint: str = "") -> None:
-        near = get_close_matches(name, list(known), n=3, cutoff=0.4)
-        hint = f"; did you mean {', '.join(near)}?" if near else hint
+        folded = {entry.casefold(): entry for entry in known}
+        near = [folded[entry] for entry in get_close_matches(name.casefold(), folded, n=3, cutoff=0.4)]
+        if near:
+            hint = f"; did you mean {', '.join(near)}?"
+        elif 0 < len(folded) <= FEW:
+            near = list(folded.values())
+            hint = f"; known are {', '.join(near)}"
         super().__init__(f"unknown {kind} {name!r}{hint}", kind=kind, name=name, nearest=", ".join(near))
         self.reason = reason
 

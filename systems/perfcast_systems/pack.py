@@ -105,6 +105,8 @@ class Pack:
             raise PackError(f"cannot be read: {error.strerror}", self.name) from error
         self.digest, self.header, self._start = _read_header(self._file.fileno(), self.name)
         self.identity = Identity(**self.header["identity"])
+        if self.identity.path != self.name:  # before its base is looked for, which might be itself
+            raise PackError(f"holds {self.identity.path}", self.name)
         wanted = self.header["base"]
         find_base = find_base or (lambda name: Pack(path.parents[1] / name))
         self.base = None if wanted is None else find_base(wanted["path"])

@@ -170,6 +170,10 @@ def test_unknown_architectures_and_models_name_the_nearest():
         from_json(LLAMA | {"architectures": ["LlamaForCausalML"]})
     with pytest.raises(UnknownName, match="Qwen/Qwen3-32B"):
         Registry.load().get("Qwen/Qwen3-32")
+    with pytest.raises(UnknownName, match=r"89 are known by name, any other is asked for by its config\.json"):
+        Registry.load().get("-")
+    with pytest.raises(InvalidField, match=r"architectures: is missing"):
+        from_json(LLAMA | {"architectures": []})
 
 
 def test_patterns_must_cover_the_layers():

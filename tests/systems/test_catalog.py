@@ -61,11 +61,13 @@ def test_unknown_names_tell_the_nearest(root: Path):
         (lambda: catalog.system("papr"), Reason.UNKNOWN_SYSTEM, "paper"),
         (lambda: catalog.slots("paper", "vlm"), Reason.UNKNOWN_BACKEND, "vllm"),
         (lambda: catalog.database("paper", "vllm", "1.0.1"), Reason.UNKNOWN_VERSION, "1.0.0"),
-        (lambda: catalog.database("paper", "vllm", "previous"), Reason.UNKNOWN_VERSION, ""),
+        (lambda: catalog.database("paper", "vllm", "previous"), Reason.UNKNOWN_VERSION, "1.0.0, 1.1.0, current, next"),
+        (lambda: catalog.slots("paper", "VLLM"), Reason.UNKNOWN_BACKEND, "vllm"),
+        (lambda: catalog.slots("paper", "jax"), Reason.UNKNOWN_BACKEND, "trtllm, sglang, vllm"),
     ):
         with pytest.raises(UnknownName) as error:
             call()
-        assert error.value.reason is kind and near in error.value.details["nearest"]
+        assert error.value.reason is kind and near in error.value.details["nearest"] and near in str(error.value)
     for field, arguments in (("version", ("",)), ("database_mode", ("current", "SOL_FULL"))):
         with pytest.raises(InvalidField) as invalid:
             catalog.database("paper", "vllm", *arguments)
@@ -112,13 +114,53 @@ def test_damage_spoils_only_what_it_hits(root: Path):
         (lambda: catalog.database("paper", "vllm", "1.1.0"), DataCorrupt),
         (lambda: catalog.database("paper", "vllm", "next"), DataCorrupt),
         (lambda: catalog.system("torn"), DataCorrupt),
-        (lambda: catalog.system("wrong"), InvalidField),
+        (lambda: catalog.system("wrong"), DataCorrupt),
     ):
         with pytest.raises(error):
             call()
     named = [str(problem) for problem in catalog.verify()]
     assert len(named) == 3 and any("paper/vllm-1.1.0.pack" in problem for problem in named)
     assert [info.version for info in catalog.ls() if info.problem] == ["1.1.0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: " + "[" * 3000, "recursion"),
+        (SPEC.replace("1.0e+12", "9" * 6000), "digits"),
+        (SPEC.replace("1.0e+12", "9" * 400), r"mem_bw_bytes_per_s: must be a number up to 1e\+30"),
+        (SPEC.replace("1.0e+12", "1.0e+400"), r"mem_bw_bytes_per_s: must be a number"),
+        ("gpu: [\n\n", "while parsing a flow node expected"),
+        (None, "No such file or directory$"),
+    ],
+)
+def test_whatever_a_description_holds_is_told_in_a_line(root: Path, text: str | None, words: str):
+    path = root / "gpus/wrong.yaml"
+    path.symlink_to("nowhere") if text is None else path.write_text(text)
+    catalog = Catalog([root])
+    for _ in range(2):  # told again, the error has not grown
+        with pytest.raises(DataCorrupt, match=words) as caught:
+            catalog.system("wrong")
+        assert len(caught.traceback) == 2 and "\n" not in caught.value.message
+    assert catalog.system("paper").mem_bw == 1e12
+
+
+def test_swapped_packs_are_told_though_one_is_coded_against_the_other(root: Path):
+    older, newer = (root / f"paper/vllm-{version}.pack" for version in ("1.0.0", "1.1.0"))
+    content = older.read_bytes(), newer.read_bytes()
+    newer.write_bytes(content[0])
+    older.write_bytes(content[1])
+    told = sorted(str(info.problem) for info in Catalog([root]).ls() if info.system == "paper")
+    assert told == [
+        "paper/vllm-1.0.0.pack: holds paper/vllm-1.1.0.pack",
+        "paper/vllm-1.1.0.pack: holds paper/vllm-1.0.0.pack",
+    ]
+
+
+def test_a_link_that_leads_nowhere_is_told(root: Path):
+    (root / "paper/sglang-1.0.0.pack").symlink_to(root / "nowhere")
+    with pytest.raises(DataCorrupt, match="cannot be read: No such file or directory"):
+        Catalog([root]).database("paper", "sglang", "1.0.0")
 
 
 def test_a_pack_under_another_name_is_told(root: Path):

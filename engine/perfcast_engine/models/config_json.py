@@ -69,9 +69,11 @@ def record(config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None, id: st
         check_size(value, what)
     top = Reader(config, "config.json")
     names = top.strings("architectures")
-    arch = ARCHITECTURES.get(names[0]) if names else None
+    if not names:
+        raise InvalidField("config.json.architectures", "is missing", why="config_field")
+    arch = ARCHITECTURES.get(names[0])
     if arch is None:
-        raise UnknownName("architecture", names[0] if names else "", ARCHITECTURES, Reason.UNKNOWN_MODEL)
+        raise UnknownName("architecture", names[0], ARCHITECTURES, Reason.UNKNOWN_MODEL)
     body = top.object("text_config") if arch.wrapped and top.get("text_config") is not None else top
     x: dict[str, Any] = {}
     out = {"id": id, "family": arch.family, "arch": names[0]} | _common(

@@ -35,7 +35,8 @@ class Registry:
     def get(self, id: str) -> ModelSpec:
         """The model called ``id``; UnknownName with the nearest ids."""
         if id not in self.models:
-            raise UnknownName("model", id, self.models, Reason.UNKNOWN_MODEL)
+            hint = f"; {len(self.models)} are known by name, any other is asked for by its config.json"
+            raise UnknownName("model", id, self.models, Reason.UNKNOWN_MODEL, hint)
         return self.models[id]
 
     def spec(self, config: EngineConfig) -> ModelSpec:

@@ -80,12 +80,12 @@ class Catalog:
     """Systems and measured tables of the embedded data, added to or overridden by ``roots`` (the first one wins).
 
     A root is a folder with ``gpus/<system>.yaml`` and/or ``<system>/<backend>-<version>.pack`` (also below ``packs/``).
-    A damaged file spoils only what it holds: asking for that raises DataCorrupt (or InvalidField for a bad figure).
+    A damaged file spoils only what it holds: asking for that raises DataCorrupt.
     Thread-safe.
     """
 
     roots: Sequence[Path] = ()
-    _specs: dict[str, SystemSpec | EngineError] = field(init=False, default_factory=dict, repr=False)
+    _specs: dict[str, SystemSpec | DataCorrupt] = field(init=False, default_factory=dict, repr=False)
     _packs: dict[tuple[str, str, str], PackInfo] = field(init=False, default_factory=dict, repr=False)
     _open: dict[Path, Pack] = field(init=False, default_factory=dict, repr=False)
     _databases: dict[object, Database] = field(init=False, default_factory=dict, repr=False)
@@ -109,12 +109,12 @@ class Catalog:
         return sorted(self._specs, key=lambda name: (name not in measured, name))
 
     def system(self, name: str) -> SystemSpec:
-        """UnknownName for an unknown system; DataCorrupt or InvalidField when its description is bad."""
+        """UnknownName for an unknown system; DataCorrupt when its description is bad."""
         spec = self._specs.get(name)
         if spec is None:
             raise UnknownName("system", name, self._specs, Reason.UNKNOWN_SYSTEM)
-        if isinstance(spec, EngineError):
-            raise spec
+        if isinstance(spec, DataCorrupt):
+            raise spec.with_traceback(None)  # which would grow with every raise
         return spec
 
     def backends(self, system: str) -> list[str]:
@@ -140,11 +140,11 @@ class Catalog:
             raise InvalidField("version", "is empty; give a version or current", why="empty")
         if request in slots:
             return slots[request]
-        listed = {info.version for info in self._of(system, backend)}
+        listed = [info.version for info in self._of(system, backend)]
         if request in listed or (request not in SLOTS and (allow_unlisted or not listed)):
             return request
         if broken and request in SLOTS:
-            raise broken[0]
+            raise broken[0].with_traceback(None)
         hint = "" if listed else f": {system} has no measured tables of {backend}; name a release, in mode SOL"
         raise UnknownName("version", request, [*listed, *slots], Reason.UNKNOWN_VERSION, hint)
 
@@ -178,7 +178,7 @@ class Catalog:
                 )
             return Database(spec, backend, literal, NoTables(), chosen, policy)
         if info.problem is not None:
-            raise info.problem
+            raise info.problem.with_traceback(None)
         key = (system, backend, literal, chosen, policy)
         with self._lock:
             found = self._databases.pop(key, None)
@@ -196,7 +196,7 @@ class Catalog:
         if info is None:
             raise PerfDataMissing(f"no measured tables for {backend} {literal} on {system}", system=system)
         if info.problem is not None:
-            raise info.problem
+            raise info.problem.with_traceback(None)
         return self._opened(info.path)
 
     def ls(self) -> list[PackInfo]:
@@ -213,7 +213,7 @@ class Catalog:
 
     def verify(self, known: Container[Path] = ()) -> list[EngineError]:
         """Read and check everything but the packs ``known`` to be good: the problems found, none when all is well."""
-        problems = [spec for spec in self._specs.values() if isinstance(spec, EngineError)]
+        problems: list[EngineError] = [spec for spec in self._specs.values() if isinstance(spec, DataCorrupt)]
         for info in self.ls():
             if info.problem is not None:
                 problems.append(info.problem)
@@ -236,17 +236,14 @@ class Catalog:
 
     def _inspect(self, path: Path) -> PackInfo:
         system, (backend, _, version) = path.parent.name, path.stem.partition("-")
-        size = path.stat().st_size
+        size = path.stat().st_size if path.exists() else 0  # a dangling link
         try:
             pack = self._opened(path)
-            identity = pack.identity
-            if (identity.system, identity.backend, identity.version) != (system, backend, version):
-                raise PackError(f"holds {identity.path}", f"{system}/{path.name}")
         except PackError as error:
             return PackInfo(system, backend, version, "", path, size, problem=_corrupt(error))
         tables: Mapping[str, Mapping[str, int]] = pack.header["tables"]
         rows = sum(table["rows"] for table in tables.values())
-        return PackInfo(system, backend, version, identity.slot, path, size, len(tables), rows)
+        return PackInfo(system, backend, version, pack.identity.slot, path, size, len(tables), rows)
 
     def _opened(self, path: Path) -> Pack:
         with self._lock:
@@ -269,11 +266,13 @@ def _mode(mode: Mode | str) -> Mode:
         raise InvalidField("database_mode", f"unknown mode {mode!r}; one of {known}", why="mode") from None
 
 
-def _spec(path: Path) -> SystemSpec | EngineError:
+def _spec(path: Path) -> SystemSpec | DataCorrupt:
     try:
         return read_spec(path)
-    except EngineError as error:
+    except DataCorrupt as error:
         return error
+    except InvalidField as error:  # nothing that whoever asks for the system could mend
+        return DataCorrupt(f"system description {path.name}: {error.message}", file=str(path))
 
 
 def _corrupt(error: PackError) -> DataCorrupt:

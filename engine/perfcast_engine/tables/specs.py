@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ TEXTS = {("libraries", "nccl"): "nccl_version", ("libraries", "oneccl"): "oneccl
 MAPS = {("gpu", "dense_flop_per_s"): "flops", ("reserved_memory", "nccl_bytes_by_ranks"): "nccl_mem"}
 WHOLE = frozenset({"gpus_per_node", "gpus_per_rack", "sm_version"})
 MAY_BE_ZERO = frozenset({"mem_latency_s", "p2p_latency_s", "inter_rack_latency_s", "other_mem", "nccl_mem"})
+LARGEST = 1e30  # of any figure
 RATES = ("float32", "bfloat16", "int8", "fp8", "fp4")
 
 
@@ -47,8 +47,9 @@ def read_spec(path: Path) -> SystemSpec:
     """
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataCorrupt(f"system description {path.name} cannot be read: {error}", file=str(path)) from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise DataCorrupt(f"system description {path.name} cannot be read: {why}", file=str(path)) from error
     if not isinstance(content, dict):
         raise DataCorrupt(f"system description {path.name} is not a mapping", file=str(path))
     return spec_of(path.stem, content)
@@ -93,8 +94,8 @@ def _value(where: str, target: str, value: Any) -> Any:
 
 
 def _figure(where: str, target: str, value: Any) -> float | int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidField(where, "must be a finite number", why="type")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise InvalidField(where, f"must be a number up to {LARGEST:g}", why="type")
     if value < 0 or (value == 0 and target not in MAY_BE_ZERO):
         raise InvalidField(where, "must be positive", why="range")
     if target in WHOLE:
