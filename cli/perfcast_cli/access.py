@@ -16,6 +16,7 @@ TEXTS = {
     "tls_server_name": "name that the server's certificate must have, where it is not the address",
     "token_file": "file that holds the bearer token",
 }
+METAVARS = {"tls_server_name": "NAME"}
 
 
 class Access(TypedDict):
@@ -27,7 +28,12 @@ def secured(command: Command) -> Command:
     """The options; ``access`` has what was given."""
     for name, text in reversed(TEXTS.items()):
         command = click.option(
-            "--" + name.replace("_", "-"), name, expose_value=False, callback=_keep, metavar="FILE", help=text
+            "--" + name.replace("_", "-"),
+            name,
+            expose_value=False,
+            callback=_keep,
+            metavar=METAVARS.get(name, "FILE"),
+            help=text,
         )(command)
     return command
 

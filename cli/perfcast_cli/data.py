@@ -17,7 +17,10 @@ def data() -> None:
 
 
 def _catalog(roots: str | None) -> Catalog:
-    return Catalog([Path(root) for root in (roots or "").split(",") if root])
+    try:
+        return Catalog([Path(root) for root in (roots or "").split(",") if root])
+    except EngineError as error:
+        raise click.ClickException(f"{error.message} [{error.reason}]") from None
 
 
 def _guarded(command: click.decorators.FC) -> click.decorators.FC:
@@ -45,6 +48,7 @@ def ls(roots: str | None, json_: bool) -> None:
             for p in packs
         ),
         numeric=("tables", "rows", "bytes"),
+        wide=True,
     )
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import click
 from perfcast_client.client import Questions
 from perfcast_client.deployments import SearchResult
-from perfcast_client.errors import PerfcastError, refused
+from perfcast_client.errors import InvalidRequest, PerfcastError, refused
 from perfcast_client.record import Record, read
 from perfcast_client.search import SearchTask
 
 from perfcast_cli import shown
 from perfcast_cli.local import connected
-from perfcast_cli.output import as_json, sourced
+from perfcast_cli.output import as_json, sourced, text_of
 
 MAX_EXPERIMENTS = 256
 EXAMPLE = """\b
@@ -64,7 +64,9 @@ def experiments(text: str) -> dict[str, Experiment]:
     try:
         page = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise refused("file", " ".join(str(error).split()), "is not well-formed YAML") from None
+        why = " ".join(str(error).split())
+        text = f"file: is not well-formed YAML: {why}"
+        raise InvalidRequest(text, reason="INVALID_FIELD", code="INVALID_ARGUMENT", details={"field": "file"}) from None
     if not isinstance(page, Mapping) or set(page) - {"defaults", "experiments"}:
         raise refused("file", sorted(page) if isinstance(page, Mapping) else page, "is not defaults and experiments")
     listed, defaults = page.get("experiments"), page.get("defaults") or {}
@@ -152,7 +154,7 @@ def exp(
     json_: bool,
 ) -> None:
     """Run the searches of an experiments FILE."""
-    asked = experiments(file.read_text(encoding="utf-8"))
+    asked = experiments(text_of(file))
     for name in only:
         if name not in asked:
             raise refused("only", name, f"is no experiment of the file; there are {', '.join(asked)}")

@@ -25,6 +25,7 @@ def models(contains: str, family: str, server: str | None, data: str | None, jso
             for m in found
         ),
         numeric=("layers", "hidden", "experts", "context"),
+        wide=True,
     )
 
 

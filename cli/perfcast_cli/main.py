@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
+from typing import Any
 
 try:
     import click
@@ -34,6 +36,15 @@ COMMANDS = {
 
 class Lazy(click.Group):
     """Knows its commands by name and the module that each one lives in."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except OSError as error:  # a file that was given, or the place that is written to
+            if error.errno == errno.EPIPE:
+                raise
+            place = f"{error.filename}: " if error.filename else ""
+            raise click.ClickException(f"{place}{error.strerror or error}") from None
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)

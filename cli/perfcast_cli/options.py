@@ -13,6 +13,8 @@ from perfcast_client.errors import refused
 from perfcast_client.record import read
 from perfcast_client.serving import Images, KvTransfer, Limits, Workload
 
+from perfcast_cli.output import text_of
+
 Command = Callable[..., Any]
 FILES = ("config_json", "hf_quant_config_json")
 HELP = {
@@ -53,14 +55,14 @@ def engine_options(without: Collection[str] = ()) -> Callable[[Command], Command
             found.append(click.option(f"{name}/--no-{name[2:]}", item.name, default=None, help=text))
         else:
             required = item.default is MISSING
-            found.append(click.option(name, item.name, type=kind, default=None, required=required, help=text))
+            found.append(click.option(name, item.name, type=kind, required=required, help=text))
     return options(*found)
 
 
 def engine_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """The engine options that were given, files read."""
     told = {item.name: given[item.name] for item in fields(EngineConfig) if given.get(item.name) is not None}
-    return told | {name: Path(told[name]).read_text() for name in FILES if name in told}
+    return told | {name: text_of(Path(told[name])) for name in FILES if name in told}
 
 
 load_options = options(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
@@ -38,6 +39,14 @@ def table(
     Console(width=max(console.width, natural)).print(out, crop=False)
 
 
+def text_of(path: Path) -> str:
+    """What a file holds that must be text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise click.ClickException(f"{path} is no text in UTF-8") from None
+
+
 def as_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
@@ -50,7 +59,8 @@ def sourced(command: Command) -> Command:
         try:
             return command(*args, **kwargs)
         except (PerfcastError, EngineError) as error:
-            raise click.ClickException(f"{error.message} [{error.reason}]") from None
+            reason = error.reason or getattr(error, "code", "")
+            raise click.ClickException(f"{error.message} [{reason}]" if reason else error.message) from None
 
     for option in (
         click.option("--json", "json_", is_flag=True, help="print JSON"),

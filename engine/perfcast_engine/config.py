@@ -141,7 +141,7 @@ class EngineConfig:
         _whole(self, "", 1, 65536, "slots", "layers")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
-                raise InvalidField(name, f"must be one of {', '.join(map(str, known))}", why="choice")
+                raise InvalidField(name, f"must be one of {', '.join(entry for entry in known if entry)}", why="choice")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
             raise InvalidField("attention_backend", "must be a kernel name", why="choice")
         object.__setattr__(self, "database_mode", Mode(self.database_mode))

@@ -203,12 +203,16 @@ class Server:
                 else:
                     port = self._grpc.add_secure_port(place, self._certificates.credentials())
                 self.address = address(settings.host, port)
+        except RuntimeError:
+            place = address(settings.host, settings.port)
+            raise SettingsError(f"cannot listen on {place}: it is in use, or no address of this machine") from None
+        try:
             if settings.unix_socket:
                 self._grpc.add_insecure_port(f"unix:{settings.unix_socket}")
                 self.address = self.address or f"unix:{settings.unix_socket}"
         except RuntimeError:
             raise SettingsError(
-                f"cannot listen on {address(settings.host, settings.port)} {settings.unix_socket}"
+                f"cannot listen on unix:{settings.unix_socket}: it is in use, or its folder is missing or read-only"
             ) from None
         if settings.metrics_port >= 0:
             try:

@@ -21,6 +21,8 @@ from perfcast_server.settings import Settings
 
 MAX_COUNT = 2**31 - 1
 MAX_FACTOR = 1e6
+MAX_LATENCY_S = 1e9
+LEAST_TIME_MS, LEAST_BYTES_PER_S = 1e-6, 1.0
 MAX_SIZES, MAX_MAPPINGS = 64, 1 << 20
 MAX_WORKERS, MAX_GPU_COUNTS = 512, 4096
 DEFAULT_TTFT_MS, DEFAULT_TPOT_MS = 2000.0, 30.0
@@ -89,6 +91,10 @@ def workload(message: serving_pb2.Workload) -> Workload:
 
 
 def targets(message: search_pb2.Targets) -> Targets:
+    for name in ("ttft_ms", "tpot_ms", "request_latency_ms"):
+        value = getattr(message, name)
+        if value and not value >= LEAST_TIME_MS:
+            raise invalid(f"targets.{name}", f"must be at least {LEAST_TIME_MS:g}, or 0")
     whole = message.request_latency_ms or None
     return Targets(
         ttft_ms=message.ttft_ms or (DEFAULT_TTFT_MS if whole is None else None),
@@ -120,6 +126,10 @@ def limits(message: serving_pb2.EngineLimits, accepted: float = 0.0) -> EngineLi
 
 
 def kv_transfer(message: serving_pb2.KvTransfer) -> KvTransfer:
+    if message.bandwidth_bytes_per_s and not message.bandwidth_bytes_per_s >= LEAST_BYTES_PER_S:
+        raise invalid("kv_transfer.bandwidth_bytes_per_s", f"must be at least {LEAST_BYTES_PER_S:g}, or 0")
+    if not 0 <= message.latency_s <= MAX_LATENCY_S:
+        raise invalid("kv_transfer.latency_s", f"must be a number from 0 to {MAX_LATENCY_S:g}")
     return KvTransfer(
         message.bandwidth_bytes_per_s or math.inf, message.latency_s, message.concurrent_transfers or 1
     )  # fmt: skip

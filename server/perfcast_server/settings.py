@@ -104,7 +104,9 @@ class Settings:
             raise SettingsError("tls_cert and tls_key are needed together, and by tls_client_ca")
         if self.admin and not self.token_file:
             raise SettingsError("admin: needs a token_file that says who may")
-        if self.workers < 1 or (self.workers > 1 and (self.unix_socket or not self.host)):
+        if self.workers < 1:
+            raise SettingsError(f"workers: {self.workers} is less than 1")
+        if self.workers > 1 and (self.unix_socket or not self.host):
             raise SettingsError("workers: several can share a TCP port, not a Unix socket")
         if max(self.port, self.metrics_port) > 65535:
             raise SettingsError("a port is larger than 65535")
@@ -145,9 +147,11 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ, 
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"cannot read {path}: it is no text in UTF-8") from None
     try:
         if path.suffix in (".yaml", ".yml"):
             import yaml
@@ -156,7 +160,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         else:
             values = tomllib.loads(text)
     except Exception as error:
-        raise SettingsError(f"{path} is not well-formed: {error}") from None
+        raise SettingsError(f"{path} is not well-formed: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
     if not isinstance(values, Mapping):

@@ -17,6 +17,7 @@ from perfcast_server import packed
 from perfcast_server.errors import ServiceError, invalid
 
 MAX_COUNT = 2**31 - 1
+MAX_FACTOR = 1e6
 MAX_BEAM = 1024
 
 
@@ -156,7 +157,7 @@ def _column(column: NDArray[Any] | None, field: Field, path: str) -> Any:
         return default
     if isinstance(default, float):
         column = np.where(column == 0, default, column)
-        bad = ~(np.isfinite(column) & (column > 0))
+        bad = ~((column >= 1 / MAX_FACTOR) & (column <= MAX_FACTOR))
     else:
         bad = column < field.least
     if (index := _first(bad)) is not None:
@@ -167,7 +168,7 @@ def _column(column: NDArray[Any] | None, field: Field, path: str) -> Any:
 def _scalar(value: float, field: Field, path: str) -> float | int:
     if isinstance(field.default, float):
         value = value or field.default
-        if not 0 < value < float("inf"):
+        if not 1 / MAX_FACTOR <= value <= MAX_FACTOR:
             raise invalid(path, _legal(field))
     elif not field.least <= value <= MAX_COUNT:
         raise invalid(path, _legal(field))
@@ -176,7 +177,7 @@ def _scalar(value: float, field: Field, path: str) -> float | int:
 
 def _legal(field: Field) -> str:
     if isinstance(field.default, float):
-        return "must be a positive finite number"
+        return f"must be a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}"
     return f"must be a whole number from {field.least} to {MAX_COUNT}"
 
 

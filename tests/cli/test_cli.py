@@ -73,12 +73,31 @@ def test_an_inline_model_comes_from_a_file(tmp_path) -> None:
         (["--batch", "0"], ["INVALID_FIELD", "batch"]),
         (["--tp", "-2"], ["INVALID_FIELD", "tp"]),
         (["--data", "/nowhere"], ["INVALID_FIELD", "not a folder"]),
+        (["--config-json", sys.executable], [sys.executable, "no text in UTF-8"]),
+        (["--server", "127.0.0.1:1", "--tls-ca", "/nowhere"], ["/nowhere: No such file"]),
+        (["--server", "127.0.0.1:1", "--token-file", "/nowhere"], ["/nowhere: No such file"]),
+        (["--server", "127.0.0.1:1"], ["UNAVAILABLE"]),
     ],
 )
 def test_an_error_is_one_line(arguments: list[str], words: list[str]) -> None:
     text = run("predict", *ENGINE, *arguments, code=1)
     assert text.count("\n") == 1 and text.startswith("Error: ")
     assert all(word in text for word in words)
+
+
+def test_what_a_command_needs_is_said() -> None:
+    assert "Missing option '--model'" in run("predict", code=2)
+
+
+def test_data_that_are_not_there_are_told_in_one_line() -> None:
+    for command in ("ls", "verify"):
+        text = run("data", command, "--data", "/nowhere", code=1)
+        assert text == "Error: data: /nowhere is not a folder [INVALID_FIELD]\n"
+
+
+def test_names_to_copy_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert "Qwen/Qwen3-VL-235B-A22B-Instruct" in run("models") and "rtx_pro_6000_server" in run("data", "ls")
 
 
 def test_models_and_systems_are_listed(served: Running) -> None:
@@ -143,7 +162,18 @@ def test_serve_refuses_bad_settings_in_one_line(tmp_path) -> None:
     assert "Error: port: -5 is less than 0" in run("serve", "--port", "-5", code=1)
     bad = tmp_path / "bad.yaml"
     bad.write_text("port: [")
-    assert "is not well-formed" in run("serve", "--config", str(bad), code=1)
+    assert run("serve", "--config", str(bad), code=1).count("\n") == 1
+    bad.write_bytes(b"\xff\xfe\xfa")
+    assert "is no text in UTF-8" in run("serve", "--config", str(bad), code=1)
+    assert "Error: workers: 0 is less than 1" in run("serve", "--workers", "0", code=1)
+    nowhere = str(tmp_path / "nowhere" / "socket")
+    text = run("serve", "--port", "0", "--metrics-port", "-1", "--unix-socket", nowhere, code=1)
+    assert f"Error: cannot listen on unix:{nowhere}: it is in use, or its folder is missing" in text
+
+
+def test_a_port_in_use_is_told(served: Running) -> None:
+    text = run("serve", "--port", served.address.rpartition(":")[2], "--metrics-port", "-1", code=1)
+    assert f"Error: cannot listen on {served.address}: it is in use" in text
 
 
 def test_every_command_has_help() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -114,11 +115,18 @@ def test_estimates_of_every_kind() -> None:
         (["search", *MODEL, "--backend", "vlm"], "UNKNOWN_BACKEND"),
         (["search", *MODEL, "--images", "big"], "images"),
         (["search", *MODEL, "--deadline", "0.000001"], "deadline"),
+        (["exp", sys.executable], "no text in UTF-8"),
     ],
 )
 def test_an_error_is_one_line(arguments: list[str], words: str) -> None:
     text = run(*arguments, code=1)
     assert text.startswith("Error: ") and text.count("\n") == 1 and words in text
+
+
+def test_a_place_that_cannot_be_written_is_told_after_the_answer(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    text = run("search", *MODEL, "--backend", "trtllm", *LOAD, "--out", str(tmp_path / "file" / "out"), code=1)
+    assert "best of each" in text and text.splitlines()[-1].endswith("out: Not a directory")
 
 
 FILE = """

@@ -73,6 +73,8 @@ def test_unknown_names_come_with_the_nearest(client: Client, config, kind, reaso
         (Prefill(-1, 128), "prefill.batch_per_rank"),
         (Prefill(1, 0), "prefill.isl_tokens"),
         (Prefill(1, 128, prefix=128), "prefill.prefix_tokens"),
+        (Prefill(1, 128, imbalance=1e308), "prefill.attention_imbalance"),
+        (Prefill(1, 128, imbalance=1e-300), "prefill.attention_imbalance"),
         (Prefill(1, 128, prefix=-1), "prefill.prefix_tokens"),
         (Prefill(1, 128, imbalance=-1.0), "prefill.attention_imbalance"),
         (Prefill(1, 128, imbalance=float("nan")), "prefill.attention_imbalance"),

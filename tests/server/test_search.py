@@ -263,6 +263,7 @@ async def test_the_asyncio_client_searches_too(served: Running) -> None:
         ({"workload": Workload(isl=0, osl=1)}, "workload.isl_tokens"),
         ({"targets": Targets(ttft_ms=-1)}, "targets.ttft_ms"),
         ({"targets": Targets(tpot_ms=float("nan"))}, "targets.tpot_ms"),
+        ({"targets": Targets(ttft_ms=1e-308)}, "targets.ttft_ms"),
         ({"total_gpus": -4}, "total_gpus"),
         ({"modes": ("static",)}, "modes[0]"),
         ({"backends": ("vllm", "vllm")}, "backends"),

@@ -171,6 +171,19 @@ def test_memory_is_the_engine_s(client: Client, predictor: Predictor) -> None:
             LOAD,
             "kv_transfer.bandwidth_bytes_per_s",
         ),
+        *(
+            (
+                Disaggregated(
+                    prefill=Pool(engine=CONFIG, batch=1), decode=Pool(engine=CONFIG, batch=1), kv_transfer=link
+                ),
+                LOAD,
+                f"kv_transfer.{field}",
+            )
+            for link, field in (
+                (KvTransfer(bandwidth_bytes_per_s=1e-308), "bandwidth_bytes_per_s"),
+                (KvTransfer(bandwidth_bytes_per_s=1e9, latency_s=1e308), "latency_s"),
+            )
+        ),
     ],
 )
 def test_malformed_estimates_are_refused_by_field(client: Client, asked, load, field: str) -> None:

@@ -35,7 +35,7 @@ class Load:
     def __post_init__(self) -> None:
         given = [v for v in (self.request_rate, self.concurrency) if v is not None]
         if len(given) != 1 or not 0 < given[0] < math.inf:
-            raise InvalidField("load", "give exactly one of request_rate and concurrency, positive", why="load")
+            raise InvalidField("load", "give exactly one of a request rate and a concurrency, positive", why="load")
         if self.max_gpus is not None and self.max_gpus < 1:
             raise InvalidField("load.max_gpus", "must be at least 1", why="range")
 
