@@ -87,10 +87,10 @@ class Server:
         self.metrics = Metrics()
         self.address = ""
         self.metrics_port: int | None = None
-        self._lanes = Lanes(settings, self.metrics)
+        self.lanes = Lanes(settings, self.metrics)
         self._tasks: set[asyncio.Task[None]] = set()
         self._http: Any = None
-        self.engines = Engines(settings, self.metrics, self._lanes, self._announce)
+        self.engines = Engines(settings, self.metrics, self.lanes, self._announce)
         self._gate = callers.gate(settings)
         self._certificates = Certificates(settings) if settings.tls_cert else None
         self._tracing = _tracing() if settings.tracing else None
@@ -184,7 +184,7 @@ class Server:
         self._rpc.end_idle_streams()
         await self._grpc.stop(self.settings.drain_grace_s)
         await self._searchers.close()
-        self._lanes.close()
+        self.lanes.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         self._states.close()

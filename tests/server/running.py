@@ -38,6 +38,25 @@ class Running:
     def metric(self, name: str, **labels: str) -> float:
         return self.server.metrics.registry.get_sample_value(name, labels) or 0.0
 
+    @contextmanager
+    def held(self, lane: str = "steps") -> Iterator[None]:
+        """Every thread of that lane is taken, so that work which is let in lasts until the end of the block."""
+        pool = getattr(self.server.lanes, lane)._pool
+        let_go = threading.Event()
+        taken = threading.Semaphore(0)
+
+        def hold() -> None:
+            taken.release()
+            let_go.wait(PATIENCE_S)
+
+        threads = [pool.submit(hold) for _ in range(pool._max_workers)]
+        try:
+            for _ in threads:
+                assert taken.acquire(timeout=PATIENCE_S)
+            yield
+        finally:
+            let_go.set()
+
 
 @contextmanager
 def running(**settings: Any) -> Iterator[Running]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import threading
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,11 +20,11 @@ from perfcast_server.lifecycle import State
 from perfcast_server.logs import JsonFormatter
 from perfcast_server.settings import Settings, SettingsError
 
-from tests.server.running import Running, running
+from tests.server.running import Running, eventually, running
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 Status = health_pb2.HealthCheckResponse
-SLOW = DecodeTrajectory(8, 1000, 100_000, stride=1)  # tens of thousands of points: slow enough to be caught at it
+SLOW = DecodeTrajectory(8, 1000, 100_000, stride=1)  # too many points to be answered at once: it takes a thread
 
 
 def health(channel: grpc.Channel, name: str) -> int | grpc.StatusCode:
@@ -107,11 +106,13 @@ def test_a_drain_finishes_work_in_flight_and_ends_idle_streams() -> None:
         client.predict(CONFIG, Prefill(1, 128))
         with client.stream(CONFIG) as stream, ThreadPoolExecutor() as pool:
             assert stream.predict_ms(Prefill(1, 128)) > 0
-            slow = pool.submit(client.predict, CONFIG, SLOW, deadline_s=30)
-            while served.metric("grpc_server_in_work") == 0:
-                time.sleep(0.001)
-            served.do(served.server.stop())
-            assert slow.result(1).latency_ms > 0
+            with served.held():
+                busy = pool.submit(client.predict, CONFIG, SLOW, deadline_s=30)
+                eventually(lambda: served.metric("grpc_server_in_work") == 1)
+                stopping = pool.submit(served.do, served.server.stop())
+                eventually(lambda: served.server.lifecycle.state is State.DRAINING)
+            stopping.result()
+            assert busy.result(1).latency_ms > 0
             with pytest.raises(errors.Unavailable) as caught:
                 stream.predict_ms(Prefill(1, 128))
             assert caught.value.reason == "DRAINING"
@@ -123,16 +124,16 @@ def test_concurrent_requests_beyond_the_limit_are_refused_at_once() -> None:
     with running(max_concurrent_requests=2) as served, Client(served.address) as client:
         client.resolve(CONFIG)
         with ThreadPoolExecutor() as pool:
-            busy = [
-                pool.submit(client.predict, CONFIG, DecodeTrajectory(n, 1000, 100_000, stride=1), deadline_s=60)
-                for n in (1, 2)
-            ]
-            while served.metric("grpc_server_in_work") < 2:
-                time.sleep(0.001)
-            with pytest.raises(errors.LimitExceeded) as caught:
-                client.predict(CONFIG, DecodeTrajectory(3, 1000, 100_000, stride=1))
+            with served.held():
+                busy = [
+                    pool.submit(client.predict, CONFIG, DecodeTrajectory(n, 1000, 100_000, stride=1), deadline_s=60)
+                    for n in (1, 2)
+                ]
+                eventually(lambda: served.metric("grpc_server_in_work") == 2)
+                with pytest.raises(errors.LimitExceeded) as caught:
+                    client.predict(CONFIG, DecodeTrajectory(3, 1000, 100_000, stride=1))
+                assert client.predict(CONFIG, Prefill(1, 777)).latency_ms > 0  # what needs no waiting is never refused
             assert caught.value.details["limit"] == "max_concurrent_requests"
-            assert client.predict(CONFIG, Prefill(1, 777)).latency_ms > 0  # what needs no waiting is never refused
             assert caught.value.retry_after_s is not None
             assert all(call.result().latency_ms > 0 for call in busy)
         assert client.predict(CONFIG, Prefill(1, 128)).latency_ms > 0

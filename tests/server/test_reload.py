@@ -249,9 +249,10 @@ def test_work_begun_on_the_old_data_is_not_remembered_for_the_new(place: Place, 
         asking = threading.Thread(target=lambda: first.append(ada.predict(ROOFLINE, slow, deadline_s=60).latency_ms))
         place.put(faster(2))
         alone.do(alone.server.prepare(alone.do(alone.server._checked()).version))
-        asking.start()
-        eventually(lambda: alone.metric("grpc_server_in_work") == 1)
-        assert alone.do(alone.server.commit())
+        with alone.held():
+            asking.start()
+            eventually(lambda: alone.metric("grpc_server_in_work") == 1)
+            assert alone.do(alone.server.commit())
         asking.join()
         assert first == [ada.predict(ROOFLINE, slow, deadline_s=60).latency_ms]
 

@@ -282,11 +282,12 @@ def test_a_caller_has_so_many_calls_in_work_and_others_have_theirs(tmp_path: Pat
         ThreadPoolExecutor() as pool,
     ):
         handle = ada.resolve(CONFIG).handle
-        busy = pool.submit(ada.predict, CONFIG, SLOW, deadline_s=60)
-        eventually(lambda: served.metric("grpc_server_in_work") == 1)
-        error = refused(lambda: ada.predict(handle, OTHER), errors.LimitExceeded)
-        assert error.details["limit"] == "caller_concurrency"
-        assert bob.predict(handle, OTHER).latency_ms > 0
+        with served.held():
+            busy = pool.submit(ada.predict, CONFIG, SLOW, deadline_s=60)
+            eventually(lambda: served.metric("grpc_server_in_work") == 1)
+            error = refused(lambda: ada.predict(handle, OTHER), errors.LimitExceeded)
+            assert error.details["limit"] == "caller_concurrency"
+            assert bob.predict(handle, Prefill(1, 512)).latency_ms > 0
         assert busy.result().latency_ms > 0
         assert ada.predict(handle, OTHER).latency_ms > 0
 
