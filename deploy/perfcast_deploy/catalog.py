@@ -33,13 +33,21 @@ def version_key(version: str) -> Version:
         raise UnknownName("version", version, (), Reason.UNKNOWN_VERSION) from None
 
 
+def _entry(section: str, name: str, reason: Reason = Reason.INVALID_FIELD) -> Mapping[str, Any]:
+    known: Mapping[str, Mapping[str, Any]] = catalog()[section]
+    if name not in known:
+        raise UnknownName(section.removesuffix("s"), name, known, reason)
+    return known[name]
+
+
 def backend_facts(backend: str) -> Mapping[str, Any]:
     """What is written for an engine: module, images, flag of the model."""
-    known = catalog()["backends"]
-    if backend not in known:
-        raise UnknownName("backend", backend, known, Reason.INVALID_FIELD)
-    facts: Mapping[str, Any] = known[backend]
-    return facts
+    return _entry("backends", backend)
+
+
+def transport_facts(transport: str) -> Mapping[str, Any]:
+    """Environment and pod needs of a KV transport between workers."""
+    return _entry("transports", transport)
 
 
 def system_facts(system: str, *, reference: bool = False) -> dict[str, Any]:
@@ -47,10 +55,7 @@ def system_facts(system: str, *, reference: bool = False) -> dict[str, Any]:
 
     ``reference`` gives the labels the reference writes, and nothing at all for systems it has no profile of.
     """
-    known = catalog()["systems"]
-    if system not in known:
-        raise UnknownName("system", system, known, Reason.UNKNOWN_SYSTEM)
-    entry = known[system]
+    entry = _entry("systems", system, Reason.UNKNOWN_SYSTEM)
     hardware = entry.get("hardware", "unknown")
     facts = dict(catalog()["hardware"][hardware])
     if hardware == "unknown" and not reference:
@@ -68,15 +73,6 @@ def system_of(selector: Mapping[str, str]) -> str | None:
     """The system whose nodes a selector asks for."""
     known = ((name, system_facts(name)["selector"].items()) for name in catalog()["systems"])
     return next((name for name, wanted in known if wanted <= selector.items()), None)
-
-
-def transport_facts(transport: str) -> Mapping[str, Any]:
-    """Environment and pod needs of a KV transport between workers."""
-    known = catalog()["transports"]
-    if transport not in known:
-        raise UnknownName("transport", transport, known, Reason.INVALID_FIELD)
-    facts: Mapping[str, Any] = known[transport]
-    return facts
 
 
 def model_flags(backend: str, model: str, role: str, grace: bool) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from perfcast_engine.errors import Reason, UnknownName, UnsupportedCombination
 
 from perfcast_deploy.catalog import model_flags, release_of, system_facts, transport_facts
-from perfcast_deploy.deployment import Cluster, Deployment, Role
+from perfcast_deploy.deployment import MAX_COUNT, Cluster, Deployment, Role
 from perfcast_deploy.describe import TARGETS
 from perfcast_deploy.flags import params_of
 from perfcast_deploy.plan import default_image
@@ -37,7 +37,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Step:
+class Limit:
     """``field`` of the named roles becomes ``value(d, role)``, for the named backends."""
 
     field: str
@@ -45,6 +45,15 @@ class Step:
     roles: str
     value: Callable[[Deployment, Role], int]
     reason: str
+
+    def set(self, d: Deployment) -> Deployment:
+        if d.backend not in self.backends.split():
+            return d
+        return _with_roles(d, lambda r: {self.field: self.value(d, r)} if r.name in self.roles.split() else {})
+
+
+def _with_roles(d: Deployment, fields: Callable[[Role], dict[str, Any]]) -> Deployment:
+    return replace(d, roles=tuple(replace(role, **fields(role)) for role in d.roles))
 
 
 def slack(d: Deployment) -> int:
@@ -71,24 +80,25 @@ def _unchunked(r: Role, least: int) -> int:
 ALL, ANY = "agg prefill decode", "vllm sglang trtllm"
 # fmt: off
 HEADROOM = (
-    Step("max_batch", "vllm sglang", "agg decode", _burst, "admit bursts beyond the predicted batch"),
-    Step("max_seq_len", ANY, ALL, lambda d, r: max(r.max_seq_len, _length(d) + 1500),
-         "requests longer than predicted"),
-    Step("max_tokens", ANY, "agg prefill", _beside_decodes, "prompts longer than predicted beside a full decode batch"),
-    Step("max_tokens", ANY, "decode", lambda d, r: max(r.max_tokens, r.max_batch * (d.nextn + 1)),
-         "a full decode batch in one step"),
+    Limit("max_batch", "vllm sglang", "agg decode", _burst, "admit bursts beyond the predicted batch"),
+    Limit("max_seq_len", ANY, ALL, lambda d, r: max(r.max_seq_len, _length(d) + 1500),
+          "requests longer than predicted"),
+    Limit("max_tokens", ANY, "agg prefill", _beside_decodes,
+          "prompts longer than predicted beside a full decode batch"),
+    Limit("max_tokens", ANY, "decode", lambda d, r: max(r.max_tokens, r.max_batch * (d.nextn + 1)),
+          "a full decode batch in one step"),
 )
 ENGINE = (  # without these the engine refuses to start, or refuses the benchmark's requests
-    Step("max_seq_len", ANY, ALL, lambda d, r: max(r.max_seq_len, _length(d) + slack(d)),
-         "room for chat template and re-encoding"),
-    Step("max_tokens", "trtllm", "agg prefill", lambda d, r: _unchunked(r, d.workload.isl + slack(d)),
-         "TRT-LLM refuses prompts above the token budget when chunking is off"),
-    Step("chunked_prefill", "vllm", "decode", lambda d, r: r.chunked_prefill or r.max_tokens < r.max_seq_len,
-         "decode workers run no prefill; vLLM refuses a budget below the longest sequence when chunking is off"),
-    Step("max_tokens", "vllm", ALL, lambda d, r: _unchunked(r, r.max_seq_len),
-         "vLLM refuses a token budget below the longest sequence when chunking is off"),
-    Step("max_tokens", "vllm", ALL, lambda d, r: max(r.max_tokens, r.max_batch),
-         "vLLM needs a token for each sequence"),
+    Limit("max_seq_len", ANY, ALL, lambda d, r: max(r.max_seq_len, _length(d) + slack(d)),
+          "room for chat template and re-encoding"),
+    Limit("max_tokens", "trtllm", "agg prefill", lambda d, r: _unchunked(r, d.workload.isl + slack(d)),
+          "TRT-LLM refuses prompts above the token budget when chunking is off"),
+    Limit("chunked_prefill", "vllm", "decode", lambda d, r: r.chunked_prefill or r.max_tokens < r.max_seq_len,
+          "decode workers run no prefill; vLLM refuses a budget below the longest sequence when chunking is off"),
+    Limit("max_tokens", "vllm", ALL, lambda d, r: _unchunked(r, r.max_seq_len),
+          "vLLM refuses a token budget below the longest sequence when chunking is off"),
+    Limit("max_tokens", "vllm", ALL, lambda d, r: max(r.max_tokens, r.max_batch),
+          "vLLM needs a token for each sequence"),
 )
 # fmt: on
 
@@ -101,97 +111,70 @@ def apply(d: Deployment, target: str, policy: str, context: int | None = None) -
     for kind, name, known in (("target", target, TARGETS), ("policy", policy, POLICIES)):
         if name not in known:
             raise UnknownName(kind, name, known, Reason.INVALID_FIELD)
-    # the benchmark visits the predicted point whatever the limits become
-    work = _Work(replace(d, predicted=replace(d.predicted, concurrency=d.concurrency)))
-    _fit_cluster(work, target)
-    _fit_model(work)
-    _fit_target(work, target)
-    longest = Step(
-        "max_seq_len", ANY, ALL, lambda d, r: min(r.max_seq_len, context or r.max_seq_len), "the model's context"
-    )
-    first, *engine = ENGINE
-    for step in (*(HEADROOM if policy == "headroom" else ()), first, longest, *engine):
-        for role in work.d.roles:
-            if d.backend in step.backends.split() and role.name in step.roles.split():
-                work.set_of_role(role, step.field, step.value(work.d, role), step.reason)
-    return work.d, work.changes
-
-
-class _Work:
-    """A deployment under change, and the changes so far."""
-
-    def __init__(self, d: Deployment) -> None:
-        self.d = d
-        self._told: dict[str, Change] = {}
-
-    @property
-    def changes(self) -> tuple[Change, ...]:
-        return tuple(change for change in self._told.values() if change.predicted != change.deployed)
-
-    def set(self, name: str, value: Any, reason: str) -> None:
-        """Set a field of the deployment."""
-        self._tell(name, getattr(self.d, name), value, reason)
-        self.d = replace(self.d, **{name: value})
-
-    def set_of_role(self, role: Role, name: str, value: Any, reason: str) -> None:
-        self._tell(f"roles.{role.name}.{name}", getattr(role, name), value, reason)
-        roles = tuple(replace(r, **{name: value}) if r.name == role.name else r for r in self.d.roles)
-        self.d = replace(self.d, roles=roles)
-
-    def _tell(self, path: str, old: Any, new: Any, reason: str) -> None:
-        """Several changes of one field are one, with the last reason."""
-        if old != new:
-            first = self._told.get(path)
-            self._told[path] = Change(path, first.predicted if first else old, new, reason)
-
-    def leave_out(self, name: str, target: str) -> None:
-        """Give a field of the cluster its default."""
-        default = asdict(Cluster())[name]
-        self._tell(f"cluster.{name}", getattr(self.d.cluster, name), default, f"target {target} has no place for it")
-        self.set_cluster(**{name: default})
-
-    def set_cluster(self, **fields: Any) -> None:
-        """Another spelling of the same cluster."""
-        self.d = replace(self.d, cluster=replace(self.d.cluster, **fields))
-
-
-def _fit_cluster(work: _Work, target: str) -> None:
-    for name in asdict(work.d.cluster):
-        if name not in CLUSTER_FIELDS[target]:
-            work.leave_out(name, target)
-    cluster = work.d.cluster
-    if not cluster.pvc:
-        work.set_cluster(pvc_mount=Cluster().pvc_mount)
-    given = system_facts(work.d.system)["env"] | transport_facts(cluster.transport)["env"]
-    work.set_cluster(env={name: value for name, value in cluster.env.items() if given.get(name) != value})
-
-
-def _fit_model(work: _Work) -> None:
-    """Settings that the checkpoint needs on its engine, where the deployment leaves them open."""
-    reason, grace = "the checkpoint needs it", system_facts(work.d.system)["grace"]
-    for role in work.d.roles:
-        needs = params_of(work.d.backend, model_flags(work.d.backend, work.d.model, role.name, grace))
-        work.set_of_role(role, "tokens_per_block", role.tokens_per_block or needs.get("tokens_per_block"), reason)
-        if needs.get("trust_remote_code"):
-            work.set("trust_remote_code", True, reason)
-
-
-def _fit_target(work: _Work, target: str) -> None:
-    d, runtime = work.d, target in ("dynamo", "fpm")
     if target == "engine" and d.backend == "trtllm" and d.served_name != d.model:
-        raise UnsupportedCombination(
-            "served_name", "trtllm-serve names the model itself; leave it unset or use target dynamo"
-        )
+        words = "trtllm-serve names the model itself; leave it unset or use target dynamo"
+        raise UnsupportedCombination("served_name", words)
+    first, *engine = ENGINE
+    longest = context or MAX_COUNT
+    within = Limit("max_seq_len", ANY, ALL, lambda d, r: min(r.max_seq_len, longest), "the model's context")
+    limits = (*(HEADROOM if policy == "headroom" else ()), first, within, *engine)
+    # the benchmark visits the predicted point whatever the limits become
+    d = replace(d, predicted=replace(d.predicted, concurrency=d.concurrency))
+    told: dict[str, Change] = {}
+    for reason, step in (*_steps(d, target), *((limit.reason, limit.set) for limit in limits)):
+        old, new = _leaves(d), _leaves(d := step(d))
+        for path in (path for path in old if reason and old[path] != new[path]):
+            predicted = told[path].predicted if path in told else old[path]
+            told[path] = Change(path, predicted, new[path], reason)
+    return d, tuple(change for change in told.values() if change.predicted != change.deployed)
+
+
+def _leaves(d: Deployment) -> dict[str, Any]:
+    """Every field by its path."""
+    leaves = d.to_dict()
+    parts = {"cluster": leaves.pop("cluster")} | {f"roles.{role['name']}": role for role in leaves.pop("roles")}
+    return leaves | {f"{path}.{name}": value for path, part in parts.items() for name, value in part.items()}
+
+
+def _steps(d: Deployment, target: str) -> Iterator[tuple[str, Callable[[Deployment], Deployment]]]:
+    """What a target makes of a deployment before its limits are set, by the reason; none for another spelling."""
+    placeless, runtime = f"target {target} has no place for it", target in ("dynamo", "fpm")
+    default = vars(Cluster())
+    left_out = {name: default[name] for name in default if name not in CLUSTER_FIELDS[target]}
+    yield placeless, lambda d: replace(d, cluster=replace(d.cluster, **left_out))
+    yield "", _plain_cluster
+    yield "the checkpoint needs it", _with_model_needs
     if runtime and not d.cluster.image:
-        version = release_of(d.backend, d.version)[1]
-        work.set("version", version, "the engine in the Dynamo release that is deployed")
-    if work.d.cluster.image == default_image(work.d, runtime):
-        work.set_cluster(image=None)
+        shipped = release_of(d.backend, d.version)[1]
+        yield "the engine in the Dynamo release that is deployed", lambda d: replace(d, version=shipped)
+    yield "", lambda d: _without_usual_image(d, runtime)
     if target in ("llm-d-kustomize", "fpm"):
-        work.set("port", 8000, f"target {target} has no place for it")
-    alone = target == "engine" and d.mode == "agg" and d.roles[0].workers == 1
-    if alone or target == "fpm" or (target == "llm-d-helm" and d.backend == "sglang"):
-        work.set("router", False, "one worker needs no router" if alone else f"target {target} has none")
+        yield placeless, lambda d: replace(d, port=8000)
+    if target == "engine" and d.mode == "agg" and d.roles[0].workers == 1:
+        yield "one worker needs no router", lambda d: replace(d, router=False)
+    if target == "fpm" or (target == "llm-d-helm" and d.backend == "sglang"):
+        yield f"target {target} has none", lambda d: replace(d, router=False)
     if target == "fpm":
-        for role in d.roles:
-            work.set_of_role(role, "workers", 1, "one worker is timed")
+        yield "one worker is timed", lambda d: _with_roles(d, lambda role: {"workers": 1})
+
+
+def _plain_cluster(d: Deployment) -> Deployment:
+    """Without what says nothing: a mount without a volume, environment that the system has anyway."""
+    given = system_facts(d.system)["env"] | transport_facts(d.cluster.transport)["env"]
+    env = {name: value for name, value in d.cluster.env.items() if given.get(name) != value}
+    mount = d.cluster.pvc_mount if d.cluster.pvc else Cluster().pvc_mount
+    return replace(d, cluster=replace(d.cluster, env=env, pvc_mount=mount))
+
+
+def _without_usual_image(d: Deployment, runtime: bool) -> Deployment:
+    usual = d.cluster.image is not None and d.cluster.image == default_image(d, runtime)
+    return replace(d, cluster=replace(d.cluster, image=None)) if usual else d
+
+
+def _with_model_needs(d: Deployment) -> Deployment:
+    """Settings that the checkpoint needs on its engine, where the deployment leaves them open."""
+    grace = system_facts(d.system)["grace"]
+    needs = {r.name: params_of(d.backend, model_flags(d.backend, d.model, r.name, grace)) for r in d.roles}
+    trusted = d.trust_remote_code or any(own.get("trust_remote_code") for own in needs.values())
+    d = _with_roles(d, lambda r: {"tokens_per_block": r.tokens_per_block or needs[r.name].get("tokens_per_block")})
+    return replace(d, trust_remote_code=trusted)
