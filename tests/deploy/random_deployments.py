@@ -13,6 +13,7 @@ VERSIONS = {
     "sglang": ("0.5.4.post3", "0.5.6.post2", "0.5.8", "0.5.10.post1", "0.5.11", "0.5.16"),
     "trtllm": ("1.0.0", "1.2.0rc6.post1", "1.3.0rc5.post1", "1.3.0rc11", "1.3.0rc20", "1.3.0rc23"),
 }
+LANES = {"0.14.1": ("triton",), "0.24.0": ("triton", "flashinfer"), "0.5.11": ("fa3",), "0.5.16": ("fa3", "triton")}
 BLOCKS = {"vllm": (16, 32, 64), "sglang": (1, 32, 64), "trtllm": (32, 64)}
 MODELS = {
     False: ("Qwen/Qwen3-32B-FP8", "meta-llama/Meta-Llama-3.1-70B"),
@@ -22,6 +23,7 @@ MODELS = {
 
 def random_deployment(rng: random.Random) -> Deployment:
     backend, is_moe = rng.choice(list(VERSIONS)), rng.random() < 0.5
+    version = rng.choice(VERSIONS[backend])
     isl, osl = rng.choice((128, 1024, 4000, 8192)), rng.choice((1, 128, 500, 1000))
     system = rng.choice(list(catalog()["systems"]))
     per_node = catalog()["systems"][system]["gpus_per_node"]
@@ -32,10 +34,10 @@ def random_deployment(rng: random.Random) -> Deployment:
         model=rng.choice(MODELS[is_moe]),
         served_name="my-model" if backend != "trtllm" and rng.random() < 0.3 else "",
         backend=backend,
-        version=rng.choice(VERSIONS[backend]),
+        version=version,
         system=system,
         is_moe=is_moe,
-        roles=tuple(_role(rng, name, backend, is_moe, workload, per_node) for name in names),
+        roles=tuple(_role(rng, name, backend, version, is_moe, workload) for name in names),
         workload=workload,
         nextn=nextn,
         router=backend != "trtllm" and rng.random() < 0.3,
@@ -49,7 +51,7 @@ def random_deployment(rng: random.Random) -> Deployment:
     )
 
 
-def _role(rng: random.Random, name: str, backend: str, is_moe: bool, workload: Workload, per_node: int) -> Role:
+def _role(rng: random.Random, name: str, backend: str, version: str, is_moe: bool, workload: Workload) -> Role:
     tp, dp, pp = rng.choice((1, 2, 4, 8)), 1, rng.choice((1, 1, 1, 2))
     if is_moe and rng.random() < 0.6:
         dp = rng.choice((2, 4, 8, 16))
@@ -65,6 +67,8 @@ def _role(rng: random.Random, name: str, backend: str, is_moe: bool, workload: W
         fields = {"moe_backend": "deep_gemm", "moe_all_to_all": "deepep"}
     elif backend == "trtllm" and is_moe and rng.random() < 0.4:
         fields = {"moe_backend": rng.choice(("CUTLASS", "WIDEEP"))}
+    if rng.random() < 0.2 and version in LANES:
+        fields["attention_backend"] = rng.choice(LANES[version])
     return Role(
         name=name,
         workers=rng.choice((1, 1, 2, 3, 5)),

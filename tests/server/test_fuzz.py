@@ -10,7 +10,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from perfcast.v1 import catalog_pb2, prediction_pb2
+from perfcast.v1 import catalog_pb2, deploy_pb2, prediction_pb2
 from perfcast_client import EngineConfig
 
 from tests.server.running import Running
@@ -24,6 +24,9 @@ METHODS: dict[str, tuple[type[Message], type[Message]]] = {
     "Catalog/ListModels": (catalog_pb2.ListModelsRequest, catalog_pb2.ListModelsResponse),
     "Catalog/ListVersions": (catalog_pb2.ListVersionsRequest, catalog_pb2.ListVersionsResponse),
     "Catalog/CheckSupport": (catalog_pb2.CheckSupportRequest, catalog_pb2.CheckSupportResponse),
+    "Deploy/Generate": (deploy_pb2.GenerateRequest, deploy_pb2.GenerateResponse),
+    "Deploy/ListTargets": (deploy_pb2.ListTargetsRequest, deploy_pb2.ListTargetsResponse),
+    "Deploy/Validate": (deploy_pb2.ValidateRequest, deploy_pb2.ValidateResponse),
     "Catalog/Coverage": (catalog_pb2.CoverageRequest, catalog_pb2.CoverageResponse),
 }
 USUAL = (1, 2, 3, 7, 8, 16, 128, 1000, 4096)
@@ -43,6 +46,9 @@ LEGAL = {  # by the name of the field
     "moe_backend": ("", "megamoe", "deepep_moe"),
     "attention_backend": ("", "fa3", "flashinfer", "triton"),
     "workload_distribution": ("", "uniform", "balanced", "power_law", "power_law_1.2"),
+    "target": ("engine", "dynamo", "llm-d-helm", "llm-d-kustomize", "fpm"),
+    "transport": ("", "nvlink", "ib", "efa"),
+    "namespace": ("", "serving"),
     "handle": ("0" * 32, "f" * 32),
     "config_json": ("{}", "[", '{"architectures": ["Qwen3ForCausalLM"]}'),
 }
@@ -61,7 +67,9 @@ def fill(message: Any, dice: random.Random, oddness: float, depth: int = 0) -> N
             continue
         if field.containing_type.name == "EngineConfig" and not odd and dice.random() < 0.8:
             continue
-        if field.type == field.TYPE_MESSAGE and field.is_repeated:
+        if field.type == field.TYPE_MESSAGE and field.message_type.GetOptions().map_entry:
+            getattr(message, field.name)["NAME"] = dice.choice(STRANGE)
+        elif field.type == field.TYPE_MESSAGE and field.is_repeated:
             for _ in range(dice.choice((0, 1, 1, 3))):
                 fill(getattr(message, field.name).add(), dice, oddness, depth + 1)
         elif field.type == field.TYPE_MESSAGE:
