@@ -64,7 +64,7 @@ class Surface:
         return found
 
     def blend(self, *lead: float) -> Blend | None:
-        """The planes at one outer coordinate, for a surface that leaves this process; None where there are none."""
+        """The planes at one outer coordinate; None where there are none."""
         parts = self.sheets(*lead).parts
         return Blend(tuple((weight, sheet.ms) for weight, sheet in parts)) if parts else None
 

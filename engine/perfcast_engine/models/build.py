@@ -33,10 +33,6 @@ class ModelPlan:
         return sum(op.weight_bytes() for op in self.context)
 
     @cached_property
-    def encoder_weight_bytes(self) -> float:
-        return sum(op.weight_bytes() for op in self.encoder)
-
-    @cached_property
     def kv(self) -> KvCurve:
         return kv_curve(self.deployment)
 

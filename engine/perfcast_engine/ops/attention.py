@@ -14,7 +14,7 @@ from perfcast_engine.answer import F64, Answer, Miss, Points, Source, choose, to
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.ops.attention_kernels import Kernels, head_dim_ratio
 from perfcast_engine.ops.attention_roofline import ContextRoofline, GenerationRoofline, causal_share
-from perfcast_engine.ops.base import Op, Quick, Reads, Role, Split, by_mode, estimated, measured, require
+from perfcast_engine.ops.base import Op, Quick, Reads, Role, Split, by_mode, estimated, measured, rank_parts, require
 from perfcast_engine.tables.database import Database, Mode
 
 EXTRA_OVERHEAD = 1.1  # on the memory-bound steps around the kernel
@@ -54,13 +54,6 @@ class ContextAttention(Op):
         kv, fmha = quant.KV_CACHE[self.kv_quant], quant.FMHA[self.fmha_quant]
         return ContextRoofline(db.system, fmha, kv, self._kv_heads, head_dim, window)
 
-    def _chunks(self, at: Points) -> list[Points]:
-        """The pieces of the sequence that one GPU computes: the first and the last of 2 cp equal parts."""
-        if self.cp == 1:
-            return [at]
-        chunk = np.maximum(np.ceil(at.s / (2 * self.cp)), 1.0)
-        return [at.with_(s=chunk), at.with_(s=chunk, prefix=np.maximum(at.prefix + at.s - chunk, 0.0))]
-
     def _extra_ms(self, db: Database) -> float:
         """Rotary embedding, cache write and norms of q and k, which the kernel's measurement leaves out."""
         cost = db.system.memory_sol_ms if db.mode is Mode.SOL else db.system.memory_ms
@@ -73,7 +66,7 @@ class ContextAttention(Op):
     def sol(self, db: Database, at: Points) -> Split:
         roofline = self._roofline(db, self.head_dim, self.window)
         out = Split.memory(np.full(len(at), self._extra_ms(db)))
-        for part in self._chunks(at):
+        for part in rank_parts(at, self.cp):
             out = out.plus(roofline.split(self.heads, part.s + part.prefix, part.batch, part.prefix))
         return out.scaled(at.imbalance)
 
@@ -90,7 +83,7 @@ class ContextAttention(Op):
 
     def price(self, db: Database, at: Points) -> Answer:
         db.system.rate(quant.FMHA[self.fmha_quant])
-        parts = [self._kernel(db, part) for part in self._chunks(at)]
+        parts = [self._kernel(db, part) for part in rank_parts(at, self.cp)]
         source = Source.SOL if db.mode is Mode.SOL else Source.EMPIRICAL
         parts.append(Answer.of(np.full(len(at), self._extra_ms(db)), source))
         return total(parts, len(at)).scaled(at.imbalance)

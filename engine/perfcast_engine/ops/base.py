@@ -139,6 +139,15 @@ def split_tokens(x: np.ndarray, token_div: int, seq_split: int) -> np.ndarray:
     return np.ceil(np.floor(x / max(token_div, 1)) / max(seq_split, 1))
 
 
+def rank_parts(at: Points, ranks: int) -> list[Points]:
+    """What one of ``ranks`` context-parallel GPUs computes: the first and the last of twice as many equal parts of the
+    new tokens."""
+    if ranks <= 1:
+        return [at]
+    part = np.maximum(np.ceil(at.s / (2 * ranks)), 1.0)
+    return [at.with_(s=part), at.with_(s=part, prefix=np.maximum(at.prefix + at.s - part, 0.0))]
+
+
 def by_mode(
     db: Database,
     at: Points,

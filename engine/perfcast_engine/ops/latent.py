@@ -22,6 +22,7 @@ from perfcast_engine.ops.base import (
     estimated,
     find_slice,
     measured,
+    rank_parts,
     require,
     slice_of,
 )
@@ -122,9 +123,10 @@ class LatentBlock(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class ContextBlock(LatentBlock):
-    """Prefill, measured without prefix over (heads, length, batch)."""
+    """Prefill, measured without prefix over (heads, length, batch). ``cp``: context-parallel ranks that share it."""
 
     fmha_quant: str
+    cp: int = 1
 
     axes: ClassVar[tuple[str, ...]] = ("num_heads", "isl", "batch_size")
     sqrt_axis: ClassVar[int | None] = 1  # time grows with the square of the length
@@ -136,16 +138,8 @@ class ContextBlock(LatentBlock):
     def check_rates(self, system: SystemSpec) -> None:
         system.rate(FMHA[self.fmha_quant])
 
-    @property
-    def ranks(self) -> int:
-        """GPUs that share the sequence: each computes the first and the last of twice as many equal parts."""
-        return 1
-
     def chunks(self, at: Points) -> list[Points]:
-        if self.ranks <= 1:
-            return [at]
-        part = np.maximum(np.ceil(at.s / (2 * self.ranks)), 1.0)
-        return [at.with_(s=part), at.with_(s=part, prefix=np.maximum(at.prefix + at.s - part, 0.0))]
+        return rank_parts(at, self.cp)
 
     def query(self, at: Points) -> Query:
         return float(self.heads), at.s + at.prefix, at.batch
@@ -156,7 +150,7 @@ class ContextBlock(LatentBlock):
         return answer.scaled((square - at.prefix * at.prefix) / np.maximum(square, 1.0))
 
     def term(self, blend: Blend) -> Term:
-        return Causal(blend, self.scale, ranks=max(self.ranks, 1))
+        return Causal(blend, self.scale, ranks=max(self.cp, 1))
 
 
 @dataclass(frozen=True, kw_only=True)

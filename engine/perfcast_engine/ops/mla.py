@@ -40,18 +40,12 @@ class _ContextKernel(ContextBlock):
 
 @dataclass(frozen=True, kw_only=True)
 class ContextMla(_ContextKernel):
-    """Prefill MLA kernel at ``heads`` as the table keys them; ``cp`` context-parallel ranks."""
-
-    cp: int = 1
+    """Prefill MLA kernel at ``heads`` as the table keys them."""
 
     table: ClassVar[str] = "context_mla"
 
     def key(self, db: Database) -> tuple[Key, ...]:
         return self.fmha_quant, self.kv_quant
-
-    @property
-    def ranks(self) -> int:
-        return self.cp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,16 +80,10 @@ class _WideEpBlock(LatentBlock):
 class WideEpContextMla(_WideEpBlock, ContextBlock):
     """Prefill block; ``heads`` = 128 // tp; ``attn_backend`` names the kernel."""
 
-    cp: int = 1
-
     table: ClassVar[str] = "wideep_context_mla"
 
     def rest(self) -> tuple[Key, ...]:
         return self.fmha_quant, self.kv_quant
-
-    @property
-    def ranks(self) -> int:
-        return self.cp
 
     def split(self, system: SystemSpec, at: Points) -> Split:
         return self.block_split(system, float(self.heads), at.s + at.prefix, at.batch, at.prefix)
