@@ -119,9 +119,17 @@ def _looked_up(table: CountTable, x: F64) -> StepResult:
         n = len(x)
         gone = np.ones(n, np.bool_)
         return StepResult(np.full(n, np.nan), Summed((), n), np.zeros(n, np.uint8), np.zeros(n), [(gone, error)])
+    return StepResult(*column, _missed(table, x, column.ms))
+
+
+def _missed(table: CountTable, x: F64, ms: F64) -> list[Miss]:
+    """Why points have no sum, asking the operators about those points only."""
+    gone = np.flatnonzero(np.isnan(ms))
     misses: list[Miss] = []
-    gone = np.isnan(column.ms)
-    if gone.any():
-        for answer in table.answers(x):
-            misses += answer.misses
-    return StepResult(*column, misses)
+    if len(gone):
+        counts, back = np.unique(x[gone], return_inverse=True)
+        for mask, error in (miss for answer in table.answers(counts) for miss in answer.misses):
+            spread = np.zeros(len(x), np.bool_)
+            spread[gone[mask[back]]] = True
+            misses.append((spread, error))
+    return misses

@@ -144,7 +144,7 @@ class StepModel:
     ) -> StepResult:
         """One decode iteration of ``gen_requests`` requests at the middle of their trajectory (spec/06 1.4)."""
         requests, isl, osl = _counts(gen_requests=gen_requests, isl=isl, osl=osl)
-        tokens = requests * (self.nextn + 1)
+        tokens = np.maximum(requests, 1) * (self.nextn + 1)
         length = middle(np.maximum(isl, 1), np.maximum(osl, 1), ARRAYS)
         at = Points.of(tokens, length, 0, tokens, imbalance)
         price = self.generation_phase.price
