@@ -150,7 +150,7 @@ def test_serve_starts_answers_and_stops_on_sigterm(tmp_path) -> None:
             assert client.predict(CONFIG, Prefill(1, 128)).latency_ms > 0
         assert match.group(1) in process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        _, logs = process.communicate(timeout=20)
+        _, logs = process.communicate(timeout=60)
         assert process.returncode == 0
         messages = [json.loads(line)["message"] for line in logs.splitlines()]
         assert messages[-2:] == ["draining", "stopped"] and "ready" in messages

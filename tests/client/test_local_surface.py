@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +28,7 @@ from perfcast_client.snapshot import Received
 from perfcast_engine.predictor import Predictor
 from perfcast_systems import ROOT
 
-from tests.server.running import Running, running
+from tests.server.running import Running, eventually, running
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 CONFIGS = {
@@ -247,24 +246,17 @@ def adopt(served: Running, predictor: Predictor) -> None:
     served.do(work())
 
 
-def wait(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < until, "in vain"
-        time.sleep(0.01)
-
-
 def test_new_data_are_taken_over_in_the_background(slower: Predictor, tmp_path: Path) -> None:
     kept = tmp_path / "kept.npz"
     with running() as served, Client(served.address) as client:
         surface = client.surface(CONFIG, refresh_s=0.05, file=kept)
         before, first = surface.prefill(1, 1000), surface.stamp
-        wait(lambda: surface.age_s < 0.04)
+        eventually(lambda: surface.age_s < 0.04)
         assert surface.stamp == first
         adopt(served, slower)
-        wait(lambda: surface.stamp != first)
+        eventually(lambda: surface.stamp != first)
         assert surface.prefill(1, 1000) == client.predict(CONFIG, Prefill(1, 1000)).latency_ms > before
-        wait(lambda: LocalSurface.load(kept).stamp == surface.stamp)
+        eventually(lambda: LocalSurface.load(kept).stamp == surface.stamp)
         surface.close()
 
 
@@ -288,10 +280,11 @@ def test_one_array_is_never_of_two_data_versions(slower: Predictor) -> None:
 def test_the_last_good_surface_stands_in(tmp_path: Path) -> None:
     kept = tmp_path / "kept.npz"
     with running() as served:
-        client = Client(served.address, deadline_s=0.5)
+        client = Client(served.address)
         surface = client.surface(CONFIG, refresh_s=0.05, file=kept)
         known = surface.prefill(1, 1000)
-    wait(lambda: isinstance(surface.last_error, errors.PerfcastError))
+    client._deadline_s = 0.5
+    eventually(lambda: isinstance(surface.last_error, errors.PerfcastError))
     assert surface.prefill(1, 1000) == known
     with pytest.raises((errors.Unavailable, errors.DeadlineExceeded)):
         surface.prefill(64, 20_000)
@@ -342,4 +335,4 @@ def test_an_abandoned_surface_stops_asking(client: Client) -> None:
     surface = client.surface(CONFIG, refresh_s=0.01)
     assert asking() == before + 1
     del surface
-    wait(lambda: asking() == before)
+    eventually(lambda: asking() == before)

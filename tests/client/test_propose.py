@@ -18,6 +18,8 @@ from perfcast_client.adapters import Pool, ProposePlugin, Registration, plugin_s
 from perfcast_client.adapters.msgpack import unpack
 from perfcast_client.adapters.plugin_schema import messages as m
 
+from tests.server.running import eventually
+
 ENGINE = EngineConfig(model="Qwen/Qwen3-32B", system="h200_sxm", backend="vllm", tp=4)
 POOLS = {
     "prefill": Pool(engine=ENGINE, role="prefill", max_replicas=50),
@@ -84,7 +86,7 @@ def plugin(kind: str, target: str, **options: Any) -> Iterator[Any]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    started.wait(10)
+    started.wait(60)
     with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
         yield channel
     stop.set()
@@ -94,7 +96,7 @@ def plugin(kind: str, target: str, **options: Any) -> Iterator[Any]:
 def call(channel: Any, method: str, request: Any, response: Any) -> Any:
     service = plugin_schema.PROPOSE if method == "Propose" else plugin_schema.LIFECYCLE
     stub = channel.unary_unary(f"/{service}/{method}", lambda part: part.SerializeToString(), response.FromString)
-    return stub(request, timeout=10)
+    return stub(request, timeout=60)
 
 
 def proposed(channel: Any, context: Any) -> dict[str, int] | None:
@@ -209,11 +211,8 @@ def test_registration_keeps_itself_alive_and_leaves(monkeypatch: pytest.MonkeyPa
         assert (first.endpoint, first.auth_token) == ("grpc://plugin:5", "secret")
         assert set(first.needs) > {"predictions", "observations.fpm"}
         own.forgets = True
-        for _ in range(200):
-            if len(own.registered) > 1:
-                break
-            threading.Event().wait(0.01)
-        assert own.beats and len(own.registered) > 1, "registers anew where it was forgotten"
+        eventually(lambda: len(own.registered) > 1)  # registers anew where it was forgotten
+        assert own.beats
         registration.close()
         assert own.left == 1
     with registry(accepts=False) as (_, address), pytest.raises(RuntimeError, match="auth"):

@@ -122,7 +122,7 @@ class Process:
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         ready = self.logged("ready", address=self.address)
         port = next(entry["metrics_port"] for entry in ready if entry["metrics_port"] is not None)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
             text = page.read().decode()
         families = text_string_to_metric_families(text)
         return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}

@@ -35,7 +35,7 @@ def raw(served: Running) -> Callable[..., Any]:
 
     def call(method: str, data: bytes) -> tuple[grpc.RpcError, error_details_pb2.ErrorInfo, status_pb2.Status]:
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary(f"/perfcast.v1.{method}")(data, timeout=5)
+            channel.unary_unary(f"/perfcast.v1.{method}")(data, timeout=60)
         trailers = dict(caught.value.trailing_metadata())
         status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
         info = error_details_pb2.ErrorInfo()
@@ -261,7 +261,7 @@ def test_not_found_carries_resource_info(raw) -> None:
 
 def test_a_method_of_another_build_is_unimplemented(served: Running) -> None:
     with grpc.insecure_channel(served.address) as channel, pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary("/perfcast.v1.Prediction/Divine")(b"", timeout=5)
+        channel.unary_unary("/perfcast.v1.Prediction/Divine")(b"", timeout=60)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -187,7 +187,7 @@ def test_nothing_named_is_nothing_made(served: Running) -> None:
         )
         for request in (deploy_pb2.GenerateRequest(), deploy_pb2.GenerateRequest(policy=9)):  # type: ignore[arg-type]
             with pytest.raises(grpc.RpcError) as refused:
-                call(request, timeout=20)
+                call(request, timeout=60)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -125,7 +125,7 @@ def finite(message: Any) -> bool:
 
 def check(channel: grpc.Channel, method: str, data: bytes) -> None:
     try:
-        answer = channel.unary_unary(f"/perfcast.v1.{method}")(data, timeout=20)
+        answer = channel.unary_unary(f"/perfcast.v1.{method}")(data, timeout=60)
     except grpc.RpcError as error:
         told = dict(error.trailing_metadata()).get("grpc-status-details-bin")
         assert told is not None, f"{method} {data!r}: {error.code()} {error.details()}"

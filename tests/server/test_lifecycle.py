@@ -29,7 +29,7 @@ SLOW = DecodeTrajectory(8, 1000, 100_000, stride=1)  # too many points to be ans
 
 def health(channel: grpc.Channel, name: str) -> int | grpc.StatusCode:
     try:
-        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status
+        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=60).status
     except grpc.RpcError as error:
         return error.code()
 
@@ -65,7 +65,7 @@ def test_reflection_lists_and_describes_the_services(served: Running) -> None:
                 reflection_pb2.ServerReflectionRequest.SerializeToString,
                 reflection_pb2.ServerReflectionResponse.FromString,
             )
-            listed, described = call(iter(requests), timeout=5)
+            listed, described = call(iter(requests), timeout=60)
             names = {service.name for service in listed.list_services_response.service}
             assert {"perfcast.v1.Catalog", "perfcast.v1.Prediction", "grpc.health.v1.Health"} <= names
             assert len(described.file_descriptor_response.file_descriptor_proto) >= 2
@@ -75,7 +75,7 @@ def test_reflection_can_be_switched_off() -> None:
     with running(reflection=False) as served, grpc.insecure_channel(served.address) as channel:
         call = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
         with pytest.raises(grpc.RpcError) as caught:
-            list(call(iter([b""]), timeout=5))
+            list(call(iter([b""]), timeout=60))
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -112,7 +112,7 @@ def test_a_drain_finishes_work_in_flight_and_ends_idle_streams() -> None:
                 stopping = pool.submit(served.do, served.server.stop())
                 eventually(lambda: served.server.lifecycle.state is State.DRAINING)
             stopping.result()
-            assert busy.result(1).latency_ms > 0
+            assert busy.result(60).latency_ms > 0
             with pytest.raises(errors.Unavailable) as caught:
                 stream.predict_ms(Prefill(1, 128))
             assert caught.value.reason == "DRAINING"
@@ -239,7 +239,7 @@ def test_an_unforeseen_error_is_internal_without_detail_but_logged(
 def test_a_deadline_in_the_past_is_exceeded_and_a_short_one_harms_nobody(served: Running) -> None:
     with Client(served.address) as client:
         client.resolve(CONFIG)
-        with pytest.raises(errors.DeadlineExceeded):
+        with served.held(), pytest.raises(errors.DeadlineExceeded):
             client.predict(CONFIG, DecodeTrajectory(5, 1000, 100_000, stride=1), deadline_s=0.001)
         assert client.predict(CONFIG, Prefill(1, 128)).latency_ms > 0
 
@@ -286,7 +286,7 @@ def test_a_stream_without_an_engine_is_told_so_and_goes_on(served: Running) -> N
             prediction_pb2.StreamStepsRequest.SerializeToString,
             prediction_pb2.StreamStepsResponse.FromString,
         )
-        first, second, third = call(iter([bare, full, bare]), timeout=10)
+        first, second, third = call(iter([bare, full, bare]), timeout=60)
     assert (first.sequence, first.error.metadata["field"]) == (7, "engine")
     assert second.latency_ms == third.latency_ms > 0
     assert second.HasField("engine") and not third.HasField("engine")

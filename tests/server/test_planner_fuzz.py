@@ -68,9 +68,9 @@ def check(channel: grpc.Channel, method: str, data: bytes) -> None:
     )
     try:
         if method == "Planner/Bootstrap":
-            answers = list(channel.unary_stream(f"/perfcast.v1.{method}")(data, timeout=20))
+            answers = list(channel.unary_stream(f"/perfcast.v1.{method}")(data, timeout=60))
         else:
-            answers = [channel.unary_unary(f"/perfcast.v1.{method}")(data, timeout=20)]
+            answers = [channel.unary_unary(f"/perfcast.v1.{method}")(data, timeout=60)]
     except grpc.RpcError as error:
         told = dict(error.trailing_metadata()).get("grpc-status-details-bin")
         assert told is not None, f"{method} {data!r}: {error.code()} {error.details()}"

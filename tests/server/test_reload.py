@@ -195,7 +195,7 @@ def test_a_reload_reaches_all_workers_and_no_answer_is_mixed(pair_place: Place, 
     def ended() -> None:
         stop.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
 
     for thread in threads:
         thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -30,7 +29,7 @@ from perfcast_engine.search import task as own
 from perfcast_engine.serving.workload import Targets as OwnTargets
 from perfcast_engine.serving.workload import Workload as OwnWorkload
 
-from tests.server.running import Running, running
+from tests.server.running import Running, eventually, running
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm")
 LOAD = Workload(isl=4000, osl=500, prefix=500)
@@ -60,13 +59,6 @@ def client(served: Running):
 
 def in_work(served: Running) -> float:
     return served.metric("searches_in_work")
-
-
-def wait_until(condition, seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "still not so"
-        time.sleep(0.002)
 
 
 def test_the_headline_case_gives_the_reference_s_best_of_every_backend(client: Client) -> None:
@@ -182,25 +174,19 @@ def test_the_fewest_gpus_for_a_load(client: Client) -> None:
 
 def test_a_caller_that_leaves_ends_the_work(served: Running, client: Client) -> None:
     client.search_result(TASK)  # the process is up
-    stopped = []
     for top in (11, 12, 13):
         events = client.search(dataclasses.replace(LONG, top=top))
         next(events)
         assert in_work(served) == 1
-        began = time.monotonic()
         events.close()
-        wait_until(lambda: in_work(served) == 0)
-        stopped.append(time.monotonic() - began)
-    assert min(stopped) < 0.5  # generous: a busy machine
+        eventually(lambda: in_work(served) == 0)
     assert client.search_result(dataclasses.replace(TASK, top=9)).eligible  # and the process still searches
 
 
 def test_a_deadline_ends_the_call_and_the_work(served: Running, client: Client) -> None:
-    began = time.monotonic()
     with pytest.raises(DeadlineExceeded):
-        client.search_result(dataclasses.replace(LONG, top=21), deadline_s=0.3)
-    assert time.monotonic() - began < 2
-    wait_until(lambda: in_work(served) == 0)
+        client.search_result(dataclasses.replace(LONG, top=21), deadline_s=0.1)
+    eventually(lambda: in_work(served) == 0)
 
 
 def test_too_many_searches_are_refused_with_when_to_retry(served: Running, client: Client) -> None:
@@ -209,16 +195,16 @@ def test_too_many_searches_are_refused_with_when_to_retry(served: Running, clien
         next(running_searches[0])
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(next, running_searches[1])
-            wait_until(lambda: served.metric("grpc_server_in_work") == 2)
+            eventually(lambda: served.metric("grpc_server_in_work") == 2)
             with pytest.raises(LimitExceeded) as caught:
                 client.search_result(dataclasses.replace(LONG, top=33))
             assert caught.value.retry_after_s > 0 and caught.value.details["limit"] == "max_searches"
             running_searches[0].close()
-            assert isinstance(waiting.result(20), SearchProgress)
+            assert isinstance(waiting.result(60), SearchProgress)
     finally:
         for events in running_searches:
             events.close()
-    wait_until(lambda: in_work(served) == 0)
+    eventually(lambda: in_work(served) == 0)
 
 
 def test_steps_are_answered_beside_a_search(served: Running, client: Client) -> None:
@@ -229,7 +215,7 @@ def test_steps_are_answered_beside_a_search(served: Running, client: Client) -> 
         assert client.predict(engine, DecodeStep(batch, 4096, 512)).latency_ms > 0
     assert in_work(served) == 1
     events.close()
-    wait_until(lambda: in_work(served) == 0)
+    eventually(lambda: in_work(served) == 0)
 
 
 def test_a_search_process_that_dies_is_an_error_once(served: Running, client: Client) -> None:
@@ -254,7 +240,7 @@ async def test_the_asyncio_client_searches_too(served: Running) -> None:
         assert (await client.estimate_memory(CONFIG)).kv_cache_tokens > 0
         recommended = await client.recommend(dataclasses.replace(TASK, total_gpus=None), requests_per_s=5.0)
         assert recommended.eligible
-    wait_until(lambda: in_work(served) == 0)
+    eventually(lambda: in_work(served) == 0)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def messages(client: Client, **fields: object) -> list[prediction_pb2.GetSurface
         prediction_pb2.GetSurfaceRequest.SerializeToString,
         prediction_pb2.GetSurfaceResponse.FromString,
     )
-    return list(stub(request, timeout=30))
+    return list(stub(request, timeout=60))
 
 
 def test_the_surface_that_arrives_is_the_one_that_the_engine_compiles(client: Client) -> None:

@@ -65,7 +65,7 @@ def test_a_killed_worker_is_replaced_and_what_it_counted_stays(pair: Process) ->
 def test_a_port_in_use_is_refused(pair: Process) -> None:
     port = pair.address.rpartition(":")[2]
     with process("--workers", "2", "--port", port) as second:
-        assert second.popen.wait(30) == 1
+        assert second.popen.wait(60) == 1
     assert f"cannot listen on 127.0.0.1:{port}" in second.output
 
 
@@ -91,14 +91,14 @@ def test_workers_end_with_their_supervisor() -> None:
 
 def test_workers_that_cannot_start_end_the_start() -> None:
     with process("--workers", "2", "--data", "/nowhere") as served:
-        assert served.popen.wait(30) == 1
+        assert served.popen.wait(60) == 1
     assert "is not a folder" in served.output
     assert "Traceback" not in served.output
 
 
 def test_a_unix_socket_cannot_be_shared(tmp_path) -> None:
     with process("--workers", "2", "--unix-socket", str(tmp_path / "s")) as served:
-        assert served.popen.wait(30) == 1
+        assert served.popen.wait(60) == 1
     assert "workers: several can share a TCP port, not a Unix socket" in served.output
 
 
