@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from perfcast.v1 import common_pb2
 from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.predictor import Engine, Predictor
+from perfcast_engine.step import StepModel
 from perfcast_engine.step_result import StepResult
 from perfcast_engine.tables.database import Mode
 
@@ -37,11 +38,8 @@ class Ready:
     stamp: common_pb2.EngineStamp
     original: common_pb2.EngineConfig
     head: bytes  # of its answers, the stamp in them
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether nothing in its answers can be borrowed, so that their tier need not be asked for."""
-        return self.engine.config.database_mode is Mode.SILICON
+    steps: StepModel
+    is_measured: bool  # nothing in its answers can be borrowed, so that their tier need not be asked for
 
 
 class Engines:
@@ -179,7 +177,8 @@ class Engines:
         """The engine of ``config`` with the data of ``predictor``; takes its time."""
         engine = self._build(predictor, config)
         stamp = wire.stamp(engine)
-        return Ready(engine, predictor, stamp, config, single.stamped(stamp))
+        measured = engine.config.database_mode is Mode.SILICON
+        return Ready(engine, predictor, stamp, config, single.stamped(stamp), engine.steps, measured)
 
     def _build(self, predictor: Predictor, config: common_pb2.EngineConfig) -> Engine:
         try:

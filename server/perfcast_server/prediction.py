@@ -33,6 +33,7 @@ class Prediction:
     def __init__(self, engines: Engines, settings: Settings, metrics: Metrics) -> None:
         self._engines = engines
         self._settings = settings
+        self._inline_points = min(settings.inline_points, settings.max_points_per_request)
         self._meters = {kind: (metrics.points.labels(kind), metrics.point_seconds.labels(kind)) for kind in KINDS}
 
     def methods(self) -> tuple[Method, ...]:
@@ -63,8 +64,8 @@ class Prediction:
         return await self._in_lane(lambda: self._one(ready, asked, request.include_operators), asked.weight)
 
     def predict_step_at_once(self, request: prediction_pb2.PredictStepRequest) -> Message | bytes | None:
-        asked = self._checked(query(request, "step"))
-        if asked.weight > self._settings.inline_points:
+        asked = query(request, "step")
+        if asked.weight > self._inline_points:
             return None
         ready = self._engines.ready(request)
         return None if ready is None else self._one(ready, asked, request.include_operators)
@@ -92,7 +93,7 @@ class Prediction:
         if not ready.is_measured:
             return None
         began = perf_counter()
-        quick = asked.ask_quick(ready.engine.steps)
+        quick = asked.ask_quick(ready.steps)
         if quick is not None:
             self._count(asked, perf_counter() - began)
         return quick

@@ -140,7 +140,14 @@ class Rpc:
                     self._metrics.response_hits.inc()
                     meter.finish(began)
                     return answer
-                answer = await self._admitted(method, key, context, caller)
+                self._admit(context)
+                self._metrics.response_misses.inc()
+                if len(request) > MAX_QUICK_BYTES:
+                    self._require_room(len(request))
+                message = parsed(method.request, request)
+                answer = self._at_once(method, key, message)
+                if answer is None:
+                    answer = await self._worked_out(method, key, message, caller)
             except asyncio.CancelledError:
                 meter.finish(began, grpc.StatusCode.CANCELLED)
                 raise
@@ -205,18 +212,15 @@ class Rpc:
         if remaining is not None and remaining <= 0:
             raise ServiceError("DEADLINE", "the deadline passed before the work began")
 
-    async def _admitted(self, method: Unary, key: Key, context: Any, caller: Caller | None) -> bytes:
-        self._admit(context)
-        self._metrics.response_misses.inc()
-        if len(key[1]) > MAX_QUICK_BYTES:
-            self._require_room(len(key[1]))
-        request = parsed(method.request, key[1])
+    def _at_once(self, method: Unary, key: Key, request: Any) -> bytes | None:
         answer = method.at_once(request)
-        pure = method.pure(request)
-        if answer is not None:
-            return self._answers.keep(key, self._bytes(answer)) if pure else self._bytes(answer)
+        if answer is None:
+            return None
+        return self._answers.keep(key, self._bytes(answer)) if method.pure(request) else self._bytes(answer)
+
+    async def _worked_out(self, method: Unary, key: Key, request: Any, caller: Caller | None) -> bytes:
         with self._working(caller, len(key[1])):
-            if pure:
+            if method.pure(request):
                 return await self._answers.flights.do(key, lambda: self._answered(method, key, request))
             return (await self._answer(method, request))[0]
 

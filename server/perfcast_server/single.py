@@ -29,8 +29,11 @@ def key(message: Any, field: str) -> bytes:
 ENGINE, LATENCY, PROVENANCE = (
     key(prediction_pb2.PredictStepResponse, name) for name in ("engine", "latency_ms", "provenance")
 )
-SHARES = tuple(key(common_pb2.Provenance, name) for name in wire.SHARES)
+A, B, C, D, E = (key(common_pb2.Provenance, name) for name in wire.SHARES)
 TIER = key(common_pb2.Provenance, "tier")
+# a key and the latency, a key and the length of the provenance, and in it a key and a share each, a key and the tier
+STEP = struct.Struct("<cdcB" + "cd" * len(wire.SHARES) + "cB").pack
+LENGTH = 9 * len(wire.SHARES) + 2
 SEQUENCE, RESULT, STAMP = (
     key(prediction_pb2.StreamStepsResponse, name) for name in ("sequence", "latency_ms", "engine")
 )
@@ -44,10 +47,12 @@ def stamped(stamp: common_pb2.EngineStamp) -> bytes:
 
 def step(head: bytes, ms: float, by_source: Sequence[float], tier: int) -> bytes:
     """A PredictStepResponse after ``head``. by_source: ms per Source."""
-    whole = sum(by_source) or 1.0
-    shares = b"".join([share + number(part / whole) for share, part in zip(SHARES, by_source, strict=True) if part])
-    told = shares + TIER + varint(wire.tier_number(tier))
-    return b"".join((head, LATENCY, number(ms), PROVENANCE, varint(len(told)), told))
+    a, b, c, d, e = by_source
+    whole = a + b + c + d + e or 1.0
+    return head + STEP(
+        LATENCY, ms, PROVENANCE, LENGTH, A, a / whole, B, b / whole, C, c / whole, D, d / whole, E, e / whole, TIER,
+        wire.tier_number(tier),
+    )  # fmt: skip
 
 
 def streamed(sequence: int, ms: float, stamp: common_pb2.EngineStamp | None) -> bytes:
