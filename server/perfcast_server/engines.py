@@ -99,9 +99,13 @@ class Engines:
                 found.append(self.made(predictor, old.original))
         return found
 
+    def is_current(self, ready: Ready) -> bool:
+        """Whether its data are those of now."""
+        return ready.predictor is self._predictor
+
     async def current(self, ready: Ready) -> Ready:
         """The same engine with the data of now."""
-        return ready if ready.predictor is self._predictor else await self._by_config(ready.original)
+        return ready if self.is_current(ready) else await self._by_config(ready.original)
 
     def ready(self, request: Any) -> Ready | None:
         """The engine of a request's oneof ``engine`` if it is ready now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from time import perf_counter
 from typing import TypeVar
 
@@ -41,7 +41,7 @@ class Prediction:
             Unary("ResolveEngine", prediction_pb2.ResolveEngineRequest, self.resolve_engine),
             Unary("PredictStep", prediction_pb2.PredictStepRequest, self.predict_step, self.predict_step_at_once),
             Unary("PredictSteps", prediction_pb2.PredictStepsRequest, self.predict_steps),
-            Stream("StreamSteps", prediction_pb2.StreamStepsRequest, self.stream_steps),
+            Stream("StreamSteps", prediction_pb2.StreamStepsRequest, lambda: _Steps(self, self._engines)),
         )
 
     async def resolve_engine(self, request: prediction_pb2.ResolveEngineRequest) -> Message:
@@ -82,13 +82,13 @@ class Prediction:
                 wire.operator_latency(name, told) for name, told in (result.operators or {}).items()
             )
             return answer
-        quick = self._quick(ready, asked)
+        quick = self.quick(ready, asked)
         if quick is not None:
             return single.step(ready.head, quick.ms, quick.by_source, Tier.SILICON)
         result = self._timed(ready, asked, False).raise_first()
         return single.step(ready.head, result.ms.item(0), result.by_source[0].tolist(), result.tier.item(0))
 
-    def _quick(self, ready: Ready, asked: Query) -> QuickStep | None:
+    def quick(self, ready: Ready, asked: Query) -> QuickStep | None:
         """The answer about one point where no arrays are needed for it."""
         if not ready.is_measured:
             return None
@@ -116,32 +116,14 @@ class Prediction:
             raise ServiceError(str(error.reason), f"point {point}: {error.message}", point=str(point), **error.details)
         return _columns(ready, result, request.include_provenance)
 
-    async def stream_steps(
-        self, requests: AsyncIterator[prediction_pb2.StreamStepsRequest]
-    ) -> AsyncIterator[Message | bytes]:
-        ready: Ready | None = None
-        async for request in requests:
-            stamp: common_pb2.EngineStamp | None = None
-            try:
-                asked = self._checked(query(request, "step"))
-                if request.WhichOneof("engine") is not None:
-                    ready = await self._engines.of(request)
-                    stamp = ready.stamp
-                elif ready is not None and ready is not (ready := await self._engines.current(ready)):
-                    stamp = ready.stamp  # its data have changed
-                if ready is None:
-                    raise invalid("engine", "is missing in the first message; give config or handle")
-                quick = self._quick(ready, asked)
-                ms = await self._streamed(ready, asked) if quick is None else quick.ms
-                yield single.streamed(request.sequence, ms, stamp)
-            except (EngineError, ServiceError) as error:
-                detail = refusal(error).detail()
-                yield prediction_pb2.StreamStepsResponse(sequence=request.sequence, error=detail, engine=stamp)
+    async def latency_ms(self, ready: Ready, asked: Query) -> float:
+        """Of one point."""
 
-    async def _streamed(self, ready: Ready, asked: Query) -> float:
         def number() -> float:
-            return self._timed(ready, asked, False).raise_first().ms.item(0)
+            quick = self.quick(ready, asked)
+            return quick.ms if quick is not None else self._timed(ready, asked, False).raise_first().ms.item(0)
 
+        self._checked(asked)
         if asked.weight <= self._settings.inline_points:
             return number()
         return await self._in_lane(number, asked.weight)
@@ -163,6 +145,43 @@ class Prediction:
         points, point_seconds = self._meters[asked.kind]
         points.inc(asked.points)
         point_seconds.observe(seconds / asked.points)
+
+
+class _Steps:
+    """One stream of steps: the engine that it is about stays until another is named, with the data of the day."""
+
+    def __init__(self, prediction: Prediction, engines: Engines) -> None:
+        self._prediction = prediction
+        self._engines = engines
+        self._ready: Ready | None = None
+
+    def at_once(self, request: prediction_pb2.StreamStepsRequest) -> bytes | None:
+        ready = self._ready
+        if ready is None or request.WhichOneof("engine") is not None or not self._engines.is_current(ready):
+            return None
+        try:
+            quick = self._prediction.quick(ready, query(request, "step"))
+        except (EngineError, ServiceError):
+            return None  # which ``answer`` tells
+        return None if quick is None else single.streamed(request.sequence, quick.ms, None)
+
+    async def answer(self, request: prediction_pb2.StreamStepsRequest) -> bytes:
+        stamp: common_pb2.EngineStamp | None = None
+        try:
+            if request.WhichOneof("engine") is not None:
+                self._ready = await self._engines.of(request)
+                stamp = self._ready.stamp
+            if self._ready is None:
+                raise invalid("engine", "is missing in the first message; give config or handle")
+            if not self._engines.is_current(self._ready):
+                self._ready = await self._engines.current(self._ready)
+                stamp = self._ready.stamp
+            ms = await self._prediction.latency_ms(self._ready, query(request, "step"))
+            return single.streamed(request.sequence, ms, stamp)
+        except (EngineError, ServiceError) as error:
+            detail = refusal(error).detail()
+            told = prediction_pb2.StreamStepsResponse(sequence=request.sequence, error=detail, engine=stamp)
+            return told.SerializeToString()
 
 
 def _columns(ready: Ready, result: StepResult, per_point: bool) -> prediction_pb2.PredictStepsResponse:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -57,13 +57,20 @@ class ServerStream:
     keeps_last: bool = False
 
 
+class Conversation(Protocol):
+    """One stream of requests, each of which has an answer. ``at_once`` as for a unary RPC."""
+
+    def at_once(self, request: Any) -> bytes | None: ...
+    async def answer(self, request: Any) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A bidirectional RPC: ``answers`` turns the requests into answers."""
+    """A bidirectional RPC: ``begin`` begins a conversation."""
 
     name: str
     request: type[Message]
-    answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message | bytes]]
+    begin: Callable[[], Conversation]
 
 
 Method = Unary | ServerStream | Stream
@@ -284,7 +291,8 @@ class Rpc:
     def _stream(self, service: str, method: Stream) -> Callable[[Any, Any], Awaitable[None]]:
         meter = Meter(self._metrics, "bidi_stream", service, method.name)
 
-        async def requests(context: Any, task: asyncio.Task[Any], caller: Caller | None) -> AsyncIterator[Any]:
+        async def converse(context: Any, task: asyncio.Task[Any], caller: Caller | None) -> None:
+            conversation = method.begin()
             while True:
                 self._lifecycle.require_serving()
                 self._idle.add(task)
@@ -297,7 +305,9 @@ class Rpc:
                 if data is grpc.aio.EOF:
                     return
                 meter.received.inc()
-                yield parsed(method.request, data)
+                request = parsed(method.request, data)
+                await context.write(conversation.at_once(request) or await conversation.answer(request))
+                meter.sent.inc()
 
         async def handle(_: Any, context: Any) -> None:
             began = meter.start()
@@ -307,9 +317,7 @@ class Rpc:
                 self._lifecycle.require_serving()
                 caller = self._let_in(context)
                 with self._streaming(caller):
-                    async for answer in method.answers(requests(context, task, caller)):
-                        await context.write(answer if isinstance(answer, bytes) else answer.SerializeToString())
-                        meter.sent.inc()
+                    await converse(context, task, caller)
             except asyncio.CancelledError:
                 if task not in self._ended:
                     meter.finish(began, grpc.StatusCode.CANCELLED)
