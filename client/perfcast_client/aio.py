@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -15,7 +15,7 @@ from perfcast.v1 import prediction_pb2
 
 from perfcast_client import calls, results
 from perfcast_client.calls import Call
-from perfcast_client.channel import OPTIONS, Metadata, Tls
+from perfcast_client.channel import DEFAULT_DEADLINE_S, OPTIONS, Metadata, Tls
 from perfcast_client.config import EngineConfig
 from perfcast_client.coverage import Coverage, ModelSupport
 from perfcast_client.deploy import Cluster, DeployFiles, DeployTargets, EngineSettings, Validation
@@ -23,11 +23,13 @@ from perfcast_client.deployments import Estimate, MemoryEstimate, SearchProgress
 from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
 from perfcast_client.local import REFRESH_S
 from perfcast_client.local_aio import AsyncLocalSurface
+from perfcast_client.patience import Patience
 from perfcast_client.record import EngineLike
 from perfcast_client.search import SearchTask
 from perfcast_client.serving import Deployment, Limits, Workload
 from perfcast_client.snapshot import Received
 from perfcast_client.steps import Step
+from perfcast_client.stream import AsyncStepStream
 
 T = TypeVar("T")
 
@@ -224,20 +226,18 @@ class AsyncClient:
 
     async def _stream(self, call: Call[T], deadline_s: float | None) -> AsyncGenerator[T]:
         await self.server_info()
-        self._check()
-        rpc = self._channel.unary_stream(call.path, type(call.request).SerializeToString, call.response.FromString)(
-            call.request,
-            timeout=deadline_s or self._deadline_s or call.deadline_s,
-            metadata=self._call_metadata(),
-            wait_for_ready=self._wait_for_ready,
-        )
-        try:
-            async for answer in rpc:
-                yield call.read(answer)
-        except grpc.aio.AioRpcError as error:
-            raise calls.failure(error) from None
-        finally:
-            rpc.cancel()
+        patience = Patience(deadline_s or self._deadline_s or call.deadline_s)
+        while True:
+            rpc = self._begun(call, call.request, patience)
+            try:
+                async for answer in rpc:
+                    yield call.read(answer)
+                return
+            except grpc.aio.AioRpcError as error:
+                failed = calls.failure(error)
+            finally:
+                rpc.cancel()
+            await asyncio.sleep(patience.pause_s(failed))
 
     def stream(self, engine: EngineLike) -> AsyncStepStream:
         """A stream of steps on one engine, for simulators that ask one after another."""
@@ -246,7 +246,12 @@ class AsyncClient:
             prediction_pb2.StreamStepsRequest.SerializeToString,
             prediction_pb2.StreamStepsResponse.FromString,
         )
-        return AsyncStepStream(rpc(metadata=self._call_metadata(), wait_for_ready=self._wait_for_ready), engine)
+
+        def opened() -> Any:
+            self._check()
+            return rpc(metadata=self._call_metadata(), wait_for_ready=self._wait_for_ready)
+
+        return AsyncStepStream(opened, engine, self._deadline_s or DEFAULT_DEADLINE_S)
 
     async def surface(
         self,
@@ -268,13 +273,7 @@ class AsyncClient:
 
     async def get_surface(self, engine: EngineLike, max_pass_tokens: int = 0, known_hash: str = "") -> Received:
         """What ``surface`` is made of; without the surface itself where ``known_hash`` is its hash."""
-        call = calls.surface(engine, max_pass_tokens, known_hash)
-        try:
-            return Received.of([message async for message in self._stream(call, None)])
-        except UnknownHandle:
-            if call.inline is None:
-                raise
-        return Received.of([message async for message in self._stream(replace(call, request=call.inline), None)])
+        return await self._run(calls.surface(engine, max_pass_tokens, known_hash), None)
 
     async def ask(self, call: Call[T], deadline_s: float | None = None) -> T:
         """Make a call that ``perfcast_client.planner`` or ``perfcast_client.calibration`` describes."""
@@ -296,52 +295,30 @@ class AsyncClient:
             raise ClientMisuse(f"this client {why}")
 
     async def _make(self, call: Call[T], deadline_s: float | None, inline: bool = False) -> T:
+        patience = Patience(deadline_s or self._deadline_s or call.deadline_s)
+        while True:
+            going = self._begun(call, call.inline if inline else call.request, patience)
+            try:
+                return call.read([part async for part in going] if call.is_stream else await going)
+            except grpc.aio.AioRpcError as error:
+                failed = calls.failure(error)
+            if self._info is None and not self._wait_for_ready:
+                raise failed  # it may be no server at all
+            await asyncio.sleep(patience.pause_s(failed))
+
+    def _begun(self, call: Call[Any], request: Any, patience: Patience) -> Any:
         self._check()
         stub = self._stubs.get(call.path)
         if stub is None:
-            request, response = type(call.request), call.response
             kind = self._channel.unary_stream if call.is_stream else self._channel.unary_unary
-            stub = kind(call.path, request.SerializeToString, response.FromString)
+            stub = kind(call.path, type(call.request).SerializeToString, call.response.FromString)
             self._stubs[call.path] = stub
-        try:
-            going = stub(
-                call.inline if inline else call.request,
-                timeout=deadline_s or self._deadline_s or call.deadline_s,
-                metadata=self._call_metadata(),
-                wait_for_ready=self._wait_for_ready,
-            )
-            answer = [part async for part in going] if call.is_stream else await going
-        except grpc.aio.AioRpcError as error:
-            raise calls.failure(error) from None
-        return call.read(answer)
+        return stub(
+            request,
+            timeout=patience.left_s,
+            metadata=self._call_metadata(),
+            wait_for_ready=self._wait_for_ready,
+        )
 
     def _call_metadata(self) -> tuple[tuple[str, str], ...] | None:
         return None if self._metadata is None else tuple(self._metadata())
-
-
-class AsyncStepStream:
-    """Steps one after another over one stream. A refused step raises and leaves the stream usable."""
-
-    def __init__(self, call: Any, engine: EngineLike) -> None:
-        self._call = call
-        self._engine: EngineLike | None = engine
-        self._sequence = 0
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._call.cancel()
-
-    async def predict_ms(self, step: Step) -> float:
-        """The latency of ``step``. One at a time: await each before the next."""
-        self._sequence += 1
-        try:
-            await self._call.write(calls.step_message(self._sequence, step, self._engine))
-            self._engine = None
-            answer = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise calls.failure(error) from None
-        if answer is grpc.aio.EOF:
-            raise ClientMisuse("the stream has ended")
-        return calls.stream_answer(answer)

@@ -18,6 +18,7 @@ from perfcast_client.config import EngineConfig
 from perfcast_client.coverage import Coverage, ModelSupport
 from perfcast_client.record import EngineLike, put_engine
 from perfcast_client.search import SearchTask
+from perfcast_client.snapshot import Received
 from perfcast_client.steps import Step, put_columns, put_step, whole
 
 T = TypeVar("T")
@@ -115,7 +116,7 @@ def predict_many(
     return Call(PREDICTION + "PredictSteps", request, response, results.Predictions.of, inline=inline)
 
 
-def surface(engine: EngineLike, max_pass_tokens: int, known_hash: str) -> Call[prediction_pb2.GetSurfaceResponse]:
+def surface(engine: EngineLike, max_pass_tokens: int, known_hash: str) -> Call[Received]:
     request, inline = both(
         prediction_pb2.GetSurfaceRequest(
             max_pass_tokens=whole("max_pass_tokens", max_pass_tokens), known_surface_hash=known_hash
@@ -124,7 +125,7 @@ def surface(engine: EngineLike, max_pass_tokens: int, known_hash: str) -> Call[p
     )
     response = prediction_pb2.GetSurfaceResponse
     path = PREDICTION + "GetSurface"
-    return Call(path, request, response, lambda message: message, SURFACE_DEADLINE_S, inline)
+    return Call(path, request, response, Received.of, SURFACE_DEADLINE_S, inline, is_stream=True)
 
 
 def both(request: Any, engine: EngineLike) -> tuple[Any, Any]:
@@ -188,9 +189,9 @@ def estimate_memory(
 
 
 def search(task: SearchTask) -> Call[deployments.SearchProgress | deployments.SearchResult]:
-    """A call with many answers."""
+    """A call with many answers, each of which is read by itself."""
     request, response = task.put(search_pb2.SearchRequest()), search_pb2.SearchResponse
-    return Call(SEARCH + "Search", request, response, deployments.search_event, SEARCH_DEADLINE_S)
+    return Call(SEARCH + "Search", request, response, deployments.search_event, SEARCH_DEADLINE_S, is_stream=True)
 
 
 def recommend(

@@ -42,6 +42,9 @@ SERVICE_CONFIG = json.dumps(
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.service_config", SERVICE_CONFIG),
     ("grpc.enable_retries", 1),
+    ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES + (1 << 16)),  # larger requests would not be tried again
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),

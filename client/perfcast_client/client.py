@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import queue
-import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -16,18 +14,20 @@ from perfcast.v1 import prediction_pb2
 
 from perfcast_client import calls, results
 from perfcast_client.calls import Call
-from perfcast_client.channel import OPTIONS, Metadata, Tls
+from perfcast_client.channel import DEFAULT_DEADLINE_S, OPTIONS, Metadata, Tls
 from perfcast_client.config import EngineConfig
 from perfcast_client.coverage import Coverage, ModelSupport
 from perfcast_client.deploy import Cluster, DeployFiles, DeployTargets, EngineSettings, Validation
 from perfcast_client.deployments import Estimate, MemoryEstimate, SearchProgress, SearchResult
 from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
 from perfcast_client.local import REFRESH_S, LocalSurface
+from perfcast_client.patience import Patience
 from perfcast_client.record import EngineLike
 from perfcast_client.search import SearchTask
 from perfcast_client.serving import Deployment, Limits, Workload
 from perfcast_client.snapshot import Received
 from perfcast_client.steps import Step
+from perfcast_client.stream import StepStream
 
 T = TypeVar("T")
 
@@ -253,7 +253,12 @@ class Client(Questions):
             prediction_pb2.StreamStepsRequest.SerializeToString,
             prediction_pb2.StreamStepsResponse.FromString,
         )
-        return StepStream(rpc, engine, self._call_metadata(), self._wait_for_ready)
+
+        def opened(requests: Iterator[prediction_pb2.StreamStepsRequest]) -> Any:
+            self._check()
+            return rpc(requests, metadata=self._call_metadata(), wait_for_ready=self._wait_for_ready)
+
+        return StepStream(opened, engine, self._deadline_s or DEFAULT_DEADLINE_S)
 
     def surface(
         self,
@@ -275,13 +280,7 @@ class Client(Questions):
 
     def get_surface(self, engine: EngineLike, max_pass_tokens: int = 0, known_hash: str = "") -> Received:
         """What ``surface`` is made of; without the surface itself where ``known_hash`` is its hash."""
-        call = calls.surface(engine, max_pass_tokens, known_hash)
-        try:
-            return Received.of(self._stream(call, None))
-        except UnknownHandle:
-            if call.inline is None:
-                raise
-        return Received.of(self._stream(replace(call, request=call.inline), None))
+        return self._run(calls.surface(engine, max_pass_tokens, known_hash), None)
 
     def _run(self, call: Call[T], deadline_s: float | None) -> T:
         if self._info is None:
@@ -295,20 +294,18 @@ class Client(Questions):
 
     def _stream(self, call: Call[T], deadline_s: float | None) -> Generator[T, None, None]:
         self.server_info()
-        self._check()
-        rpc = self._channel.unary_stream(call.path, type(call.request).SerializeToString, call.response.FromString)(
-            call.request,
-            timeout=deadline_s or self._deadline_s or call.deadline_s,
-            metadata=self._call_metadata(),
-            wait_for_ready=self._wait_for_ready,
-        )
-        try:
-            for answer in rpc:
-                yield call.read(answer)
-        except grpc.RpcError as error:
-            raise calls.failure(error) from None
-        finally:
-            rpc.cancel()
+        patience = Patience(deadline_s or self._deadline_s or call.deadline_s)
+        while True:
+            rpc = self._begun(call, call.request, patience)
+            try:
+                for answer in rpc:
+                    yield call.read(answer)
+                return
+            except grpc.RpcError as error:
+                failed = calls.failure(error)
+            finally:
+                rpc.cancel()
+            time.sleep(patience.pause_s(failed))
 
     def _check(self) -> None:
         if self._closed or os.getpid() != self._pid:
@@ -316,76 +313,31 @@ class Client(Questions):
             raise ClientMisuse(f"this client {why}")
 
     def _make(self, call: Call[T], deadline_s: float | None, inline: bool = False) -> T:
+        patience = Patience(deadline_s or self._deadline_s or call.deadline_s)
+        while True:
+            try:
+                answer = self._begun(call, call.inline if inline else call.request, patience)
+                return call.read(list(answer) if call.is_stream else answer)
+            except grpc.RpcError as error:
+                failed = calls.failure(error)
+            if self._info is None and not self._wait_for_ready:
+                raise failed  # it may be no server at all
+            time.sleep(patience.pause_s(failed))
+
+    def _begun(self, call: Call[Any], request: Any, patience: Patience) -> Any:
+        """The answer of a unary call, or the stream of answers."""
         self._check()
         stub = self._stubs.get(call.path)
         if stub is None:
-            request, response = type(call.request), call.response
             kind = self._channel.unary_stream if call.is_stream else self._channel.unary_unary
-            stub = kind(call.path, request.SerializeToString, response.FromString)
+            stub = kind(call.path, type(call.request).SerializeToString, call.response.FromString)
             self._stubs[call.path] = stub
-        try:
-            answer = stub(
-                call.inline if inline else call.request,
-                timeout=deadline_s or self._deadline_s or call.deadline_s,
-                metadata=self._call_metadata(),
-                wait_for_ready=self._wait_for_ready,
-            )
-            if call.is_stream:
-                answer = list(answer)
-        except grpc.RpcError as error:
-            raise calls.failure(error) from None
-        return call.read(answer)
+        return stub(
+            request,
+            timeout=patience.left_s,
+            metadata=self._call_metadata(),
+            wait_for_ready=self._wait_for_ready,
+        )
 
     def _call_metadata(self) -> tuple[tuple[str, str], ...] | None:
         return None if self._metadata is None else tuple(self._metadata())
-
-
-class StepStream:
-    """Steps one after another over one stream. A refused step raises and leaves the stream usable."""
-
-    def __init__(self, rpc: Any, engine: EngineLike, metadata: Any, wait_for_ready: bool) -> None:
-        self._engine: EngineLike | None = engine
-        self._outbox: queue.SimpleQueue[prediction_pb2.StreamStepsRequest | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._sequence = 0
-        self._call = rpc(iter(self._outbox.get, None), metadata=metadata, wait_for_ready=wait_for_ready)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._outbox.put(None)
-        self._call.cancel()
-
-    def predict_ms(self, step: Step) -> float:
-        """The latency of ``step``."""
-        with self._lock:
-            self._send(step)
-            return self._receive()
-
-    def predict_all_ms(self, steps: Iterable[Step]) -> Iterator[float]:
-        """Latencies in order; all steps are sent ahead of the first answer."""
-        with self._lock:
-            sent = 0
-            for step in steps:
-                self._send(step)
-                sent += 1
-            for _ in range(sent):
-                yield self._receive()
-
-    def _send(self, step: Step) -> None:
-        self._sequence += 1
-        self._outbox.put(calls.step_message(self._sequence, step, self._engine))
-        self._engine = None
-
-    def _receive(self) -> float:
-        try:
-            answer = next(self._call, None)
-        except grpc.RpcError as error:
-            raise calls.failure(error) from None
-        if answer is None:
-            raise ClientMisuse("the stream has ended")
-        return calls.stream_answer(answer)

@@ -140,6 +140,7 @@ BY_CODE: Mapping[grpc.StatusCode, type[PerfcastError]] = {
     grpc.StatusCode.OUT_OF_RANGE: OutOfDomain,
     grpc.StatusCode.RESOURCE_EXHAUSTED: LimitExceeded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.CANCELLED: Unavailable,  # not by us: by a server that stops, to calls that it had not looked at yet
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.ABORTED: StateConflict,
     grpc.StatusCode.UNIMPLEMENTED: Unsupported,

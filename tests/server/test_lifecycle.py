@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import queue
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from perfcast_server.lifecycle import State
 from perfcast_server.logs import JsonFormatter
 from perfcast_server.settings import Settings, SettingsError
 
-from tests.server.running import Running, eventually, running
+from tests.server.running import PATIENCE_S, Running, eventually, running
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 Status = health_pb2.HealthCheckResponse
@@ -102,22 +103,29 @@ def test_calls_before_the_tables_are_open_are_told_to_wait() -> None:
 
 
 def test_a_drain_finishes_work_in_flight_and_ends_idle_streams() -> None:
-    with running() as served, Client(served.address) as client:
+    step = prediction_pb2.StreamStepsRequest(sequence=1, config=CONFIG.to_message())
+    step.prefill.batch_per_rank, step.prefill.isl_tokens = 1, 128
+    requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with running() as served, Client(served.address, deadline_s=PATIENCE_S) as client, ThreadPoolExecutor() as pool:
         client.predict(CONFIG, Prefill(1, 128))
-        with client.stream(CONFIG) as stream, ThreadPoolExecutor() as pool:
-            assert stream.predict_ms(Prefill(1, 128)) > 0
+        with grpc.insecure_channel(served.address) as channel:
+            stream = channel.stream_stream("/perfcast.v1.Prediction/StreamSteps")(iter(requests.get, None))
+            requests.put(step.SerializeToString())
+            assert prediction_pb2.StreamStepsResponse.FromString(next(stream)).latency_ms > 0
             with served.held():
-                busy = pool.submit(client.predict, CONFIG, SLOW, deadline_s=30)
+                busy = pool.submit(client.predict, CONFIG, SLOW)
                 eventually(lambda: served.metric("grpc_server_in_work") == 1)
                 stopping = pool.submit(served.do, served.server.stop())
                 eventually(lambda: served.server.lifecycle.state is State.DRAINING)
             stopping.result()
-            assert busy.result(60).latency_ms > 0
-            with pytest.raises(errors.Unavailable) as caught:
-                stream.predict_ms(Prefill(1, 128))
-            assert caught.value.reason == "DRAINING"
-        with pytest.raises(errors.Unavailable):
-            client.predict(CONFIG, Prefill(2, 128))
+            assert busy.result(PATIENCE_S).latency_ms > 0
+            with pytest.raises(grpc.RpcError) as caught:
+                next(stream)
+            requests.put(None)
+        told = errors.from_call(caught.value.code(), "", caught.value.trailing_metadata())
+        assert (told.reason, told.code) == ("DRAINING", "UNAVAILABLE")
+        with pytest.raises((errors.Unavailable, errors.DeadlineExceeded)):
+            client.predict(CONFIG, Prefill(2, 128), deadline_s=0.5)
 
 
 def test_concurrent_requests_beyond_the_limit_are_refused_at_once() -> None:
