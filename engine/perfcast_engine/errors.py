@@ -110,3 +110,11 @@ class DataCorrupt(EngineError):
     """A data file is truncated, damaged or not what it says."""
 
     reason = Reason.DATA_CORRUPT
+
+
+def check_whole(record: object, names: Iterable[str], least: int, most: float, why: str = "range") -> None:
+    """InvalidField for the first of the fields ``names`` of ``record`` that is no whole number in [least, most]."""
+    for name in names:
+        value = getattr(record, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise InvalidField(name, f"must be a whole number in [{least}, {most}], not {value!r}", why=why)

@@ -63,7 +63,7 @@ class Calibration:
         return await self._engines.off_loop(lambda: self._tune(request, ready))
 
     def _tune(self, request: calibration_pb2.TuneRequest, ready: Ready | None) -> calibration_pb2.TuneResponse:
-        iterations = [loads.iteration_of(it, f"iterations[{i}]") for i, it in enumerate(request.iterations)]
+        iterations = loads.iterations_of(request.iterations)
         digest = _digest(request.iterations)
         key, steps = (ready.engine.handle if ready else "", request.state_name), ready.engine.steps if ready else None
 

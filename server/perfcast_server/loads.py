@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from perfcast.v1 import common_pb2, planner_pb2
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, RankLoads
 from perfcast_engine.planner.queries import Scenario
-from perfcast_engine.planner.telemetry import MAX_COUNT, Iteration, RankRecord, in_rank_order
+from perfcast_engine.planner.telemetry import MAX_COUNT, Iterations, RankRecord
 
 from perfcast_server.engines import Ready
 from perfcast_server.errors import ServiceError, invalid
@@ -31,13 +32,7 @@ LIMITS = {
     "max_kv_tokens": "max_kv_tokens_total",
     "attention_dp": "attention_dp",
 }
-COUNTS = {
-    "num_prefill_requests": "prefill_requests",
-    "sum_prefill_tokens": "prefill_tokens",
-    "sum_prefill_kv_tokens": "prefill_kv_tokens",
-    "num_decode_requests": "decode_requests",
-    "sum_decode_kv_tokens": "decode_kv_tokens",
-}
+LOAD, RECORD = attrgetter(*LOADS), attrgetter(*RankRecord._fields)
 
 
 @contextmanager
@@ -74,26 +69,16 @@ def limits_of(message: planner_pb2.SchedulerLimits, ready: Ready | None) -> Engi
         return EngineLimits(**{name: value for name, value in given.items() if value})
 
 
-def iteration_of(message: planner_pb2.Iteration, path: str) -> Iteration:
-    """The ranks of one iteration in the order of their numbers."""
-    ranks = message.ranks
-    if not ranks:
-        raise invalid(f"{path}.ranks", "is empty")
-    if len({rank.dp_rank for rank in ranks}) != len(ranks):
-        raise invalid(f"{path}.ranks", "holds a dp_rank twice")
-    with named(f"{path}.ranks", COUNTS):
-        return in_rank_order(
-            RankRecord(
-                rank.prefill_requests,
-                rank.prefill_tokens,
-                rank.prefill_kv_tokens,
-                rank.decode_requests,
-                rank.decode_kv_tokens,
-                rank.wall_time_s,
-                rank.dp_rank,
-            )
-            for rank in ranks
-        )
+def iterations_of(messages: Iterable[planner_pb2.Iteration]) -> Iterations:
+    told = []
+    for number, message in enumerate(messages):
+        if not message.ranks:
+            raise invalid(f"iterations[{number}].ranks", "is empty")
+        if len({rank.dp_rank for rank in message.ranks}) != len(message.ranks):
+            raise invalid(f"iterations[{number}].ranks", "holds a dp_rank twice")
+        told.append([RankRecord._make(RECORD(rank)) for rank in message.ranks])
+    with named(""):
+        return Iterations.of(told)
 
 
 Rows = list[list[int]]
@@ -108,20 +93,7 @@ def rank_rows(ranks: Sequence[planner_pb2.RankLoad], limits: EngineLimits) -> Ro
         ranks = sorted(ranks, key=lambda rank: rank.dp_rank)
         if [rank.dp_rank for rank in ranks] != list(range(count)):
             raise invalid("ranks", f"must have each dp_rank from 0 to {count - 1} once")
-    rows = [
-        [
-            rank.queued_prefill_requests,
-            rank.queued_prefill_tokens,
-            rank.queued_decode_requests,
-            rank.queued_decode_kv_tokens,
-            rank.prefill_requests,
-            rank.prefill_tokens,
-            rank.prefill_kv_tokens,
-            rank.decode_requests,
-            rank.decode_kv_tokens,
-        ]
-        for rank in ranks
-    ]
+    rows = [list(LOAD(rank)) for rank in ranks]
     for number, row in enumerate(rows):
         if not 0 <= min(row) <= max(row) <= MAX_COUNT:
             name = next(name for name, value in zip(LOADS, row, strict=True) if not 0 <= value <= MAX_COUNT)

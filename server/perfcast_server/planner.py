@@ -16,7 +16,6 @@ from perfcast_engine.planner.capacity import Capacity, CapacityRequest, Objectiv
 from perfcast_engine.planner.latency_law import LawBox, Line, fit_latency_law
 from perfcast_engine.planner.pass_model import PassModel
 from perfcast_engine.planner.queries import Outlook, Scenario, outlooks
-from perfcast_engine.planner.telemetry import rank_work
 from perfcast_engine.serving.worker import worker_of
 
 from perfcast_server import loads
@@ -105,8 +104,7 @@ class Planner:
         asked = await self.timed(request)
 
         def answer() -> Message:
-            iterations = [loads.iteration_of(it, f"iterations[{i}]") for i, it in enumerate(request.iterations)]
-            ms = asked.model.estimate_work(*rank_work(iterations), len(iterations)) if iterations else np.zeros(0)
+            ms = asked.model.estimate(loads.iterations_of(request.iterations))
             unknown = np.flatnonzero(np.isnan(ms))
             return planner_pb2.EstimatePassesResponse(
                 engine=asked.stamp,

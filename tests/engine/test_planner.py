@@ -13,7 +13,7 @@ from perfcast_engine.planner.capacity import CapacityRequest, Objective, OnInfea
 from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, RankLoads
 from perfcast_engine.planner.pass_model import LearningOptions, PassModel, Priced
 from perfcast_engine.planner.queries import Outlook, Scenario, outlooks
-from perfcast_engine.step import RankWork
+from perfcast_engine.planner.telemetry import Iterations, RankRecord
 
 from tests.engine import naive_planner
 
@@ -28,10 +28,10 @@ class SawTooth:
         tooth = 1 + 0.3 * ((tokens // 256 + decodes // 7) % 3)
         return busy * tooth * (2.0 + 0.031 * tokens + 0.6 * prompts + 0.05 * decodes + 1.7e-5 * kv)
 
-    def price(self, work: RankWork, owner: np.ndarray, count: int) -> Priced:
-        ms = np.zeros(count)
+    def price(self, iterations: Iterations) -> Priced:
+        ms, work = np.zeros(iterations.count), iterations.work
         parts = (work.prefill_requests, work.prefill_tokens, work.decode_requests, work.decode_kv_tokens)
-        np.maximum.at(ms, owner, self.rank_ms(*parts))
+        np.maximum.at(ms, iterations.owner, self.rank_ms(*parts))
         return Priced(ms, {})
 
     def tau(self, rows):
@@ -215,6 +215,10 @@ def test_idle_engines_drain_at_once_and_an_unready_model_says_so():
         lambda: CapacityRequest(isl=-1, osl=1),
         lambda: CapacityRequest(isl=1.5, osl=1),
         lambda: CapacityRequest(isl=1, osl=1, ttft_s=math.nan),
+        lambda: Iterations.of([[RankRecord()], [RankRecord(decode_requests=-1)]]),
+        lambda: Iterations.of([[RankRecord(1, 2**32)]]),
+        lambda: Iterations.of([[RankRecord(0, 0, 5)]]),
+        lambda: Iterations.of([[RankRecord(decode_kv_tokens=5)]]),
         lambda: RankLoads.of(1, 1, decode_requests=-1),
         lambda: RankLoads.of(1, 1, decode_kv_tokens=0.5),
         lambda: RankLoads.of(1, 1, decode_kv_tokens=math.nan),

@@ -11,7 +11,7 @@ from perfcast_engine.errors import InvalidField, PerfDataMissing
 from perfcast_engine.planner.capacity import CapacityRequest, capacity
 from perfcast_engine.planner.engine_work import EngineLimits, EngineRole
 from perfcast_engine.planner.pass_model import LearningOptions, PassModel
-from perfcast_engine.planner.telemetry import Kind, RankRecord, in_rank_order
+from perfcast_engine.planner.telemetry import Iterations, Kind, RankRecord
 from perfcast_engine.step import RankWork
 from perfcast_engine.step_result import StepResult
 
@@ -42,8 +42,8 @@ def random_iterations(seed: int, count: int, ranks: int = 3) -> list[list[RankRe
         for rank in range(ranks):
             tokens, decodes = rng.choice([0, 0, 512, 4000]), rng.choice([0, 4, 40, 200])
             record = RankRecord(
-                num_prefill_requests=int(tokens > 0), sum_prefill_tokens=tokens, num_decode_requests=decodes,
-                sum_decode_kv_tokens=decodes * rng.choice([100, 1000]), wall_time_s=rng.uniform(0.004, 0.2),
+                prefill_requests=int(tokens > 0), prefill_tokens=tokens, decode_requests=decodes,
+                decode_kv_tokens=decodes * rng.choice([100, 1000]), wall_time_s=rng.uniform(0.004, 0.2),
                 dp_rank=rank,
             )  # fmt: skip
             iteration.append(record)
@@ -55,7 +55,7 @@ def state_of(model: PassModel) -> list[tuple]:
     return [(store.features, store.values, store.lower_seen, store.upper_seen) for store in model.stores.values()]
 
 
-QUERIES = [[record] for iteration in random_iterations(99, 50) for record in iteration]
+QUERIES = Iterations.of([[record] for iteration in random_iterations(99, 50) for record in iteration])
 
 
 @pytest.mark.parametrize("build", [corrected, lambda: PassModel(LearningOptions())])
@@ -63,44 +63,44 @@ def test_the_same_records_leave_the_same_state_in_any_order_of_ranks_and_however
     iterations = random_iterations(1, 400)
     rng = random.Random(2)
     one, other = build(), build()
-    one.tune(iterations)
+    one.tune(Iterations.of(iterations))
     for iteration in iterations:
-        other.tune([in_rank_order(rng.sample(iteration, len(iteration)))])
+        other.tune(Iterations.of([rng.sample(iteration, len(iteration))]))
     assert state_of(one) == state_of(other)
-    assert one.estimate_ms(QUERIES) == other.estimate_ms(QUERIES)
+    np.testing.assert_array_equal(one.estimate(QUERIES), other.estimate(QUERIES))
 
 
 def test_equally_heavy_ranks_count_by_their_number_and_not_by_their_place():
-    prefill = RankRecord(num_prefill_requests=1, sum_prefill_tokens=1100, wall_time_s=0.1, dp_rank=0)
-    decode = RankRecord(num_decode_requests=100, sum_decode_kv_tokens=1000, wall_time_s=0.1, dp_rank=1)
+    prefill = RankRecord(prefill_requests=1, prefill_tokens=1100, wall_time_s=0.1, dp_rank=0)
+    decode = RankRecord(decode_requests=100, decode_kv_tokens=1000, wall_time_s=0.1, dp_rank=1)
     for ranks in ([prefill, decode], [decode, prefill]):
         model = corrected()
-        model.tune([in_rank_order(ranks)])
+        model.tune(Iterations.of([ranks]))
         assert [len(model.stores[kind]) for kind in Kind] == [0, 1, 0]
 
 
 def test_a_copy_learns_on_its_own_and_a_restored_store_goes_on_the_same():
     for build in (corrected, lambda: PassModel(LearningOptions())):
         first = build()
-        first.tune(random_iterations(3, 200))
+        first.tune(Iterations.of(random_iterations(3, 200)))
         before = state_of(first.copy())
         second, third = first.copy(), build()
         for kind, store in first.stores.items():
             third.restore(kind, store.features, store.values, store.lower_seen, store.upper_seen)
-        more = random_iterations(4, 100)
+        more = Iterations.of(random_iterations(4, 100))
         second.tune(more)
         third.tune(more)
         assert state_of(first) == before
         assert state_of(second) == state_of(third) != before
-        assert second.estimate_ms(QUERIES) == third.estimate_ms(QUERIES)
+        np.testing.assert_array_equal(second.estimate(QUERIES), third.estimate(QUERIES))
 
 
 def test_an_iteration_without_data_raises_after_the_earlier_ones_were_learned():
-    good = RankRecord(num_decode_requests=4, sum_decode_kv_tokens=400, wall_time_s=0.01)
+    good = RankRecord(decode_requests=4, decode_kv_tokens=400, wall_time_s=0.01)
     model = corrected()
     model.steps.missing = 13  # type: ignore[union-attr]
     with pytest.raises(PerfDataMissing):
-        model.tune([[good], [replace(good, num_decode_requests=13)], [good]])
+        model.tune(Iterations.of([[good], [good._replace(decode_requests=13)], [good]]))
     assert len(model.stores[Kind.DECODE]) == 1
 
 
@@ -145,7 +145,7 @@ def test_the_first_samples_move_no_capacity_by_more_than_the_cold_start_factor(r
         record = RankRecord(
             int(role.prefills), tokens * role.prefills, 0, decodes, decodes * 1050, native * wrong / 1000
         )
-        model.tune([[record]])
+        model.tune(Iterations.of([[record]]))
         after = capacity(model, role, limits, request)
         assert after is not None
         if sample < model.options.cold_start_observations:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from perfcast_client.adapters import fpm
+from perfcast_client.adapters.forward_pass import UNAVAILABLE
+from perfcast_client.adapters.records import engine_of
+from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.ops.fpm_table import FpmForward
-from perfcast_engine.planner.native import best_available, from_native
 from perfcast_engine.planner.pass_model import LearningOptions, PassModel
-from perfcast_engine.planner.telemetry import Iteration, iteration_of
+from perfcast_engine.planner.telemetry import Iterations, RankRecord
 from perfcast_engine.tables.passes import PassTable
 from perfcast_engine.whole_pass import WholePass
+from perfcast_server.wire import engine_config
 from perfcast_systems.passes import IDENTITY
 
 from tests.parity.check import differences as plain_differences
@@ -52,15 +56,51 @@ def options_of(case: dict[str, Any]) -> LearningOptions:
     return LearningOptions(**{name: value for name, value in (case.get("options") or {}).items() if name in OPTIONS})
 
 
-def model_of(case: dict[str, Any]) -> PassModel:
-    build = best_available if case.get("call") == "best_available" else from_native
-    return build(predictor(), case["config"], options_of(case), "reference")
+@dataclass(frozen=True)
+class Told:
+    """A pass model, and why it is but a regression."""
+
+    model: PassModel
+    warning: str | None = None
+
+    def diagnostics(self) -> dict[str, Any]:
+        shown = asdict(self.model.diagnostics())
+        if self.warning and shown["readiness"] == "insufficient_data":
+            shown["readiness"] = "unsupported_config"
+        return shown | {"last_warning": self.warning}
+
+    def state(self) -> dict[str, Any]:
+        factors = self.model.correction_factors()
+        summary = {"min": min(factors), "max": max(factors), "avg": sum(factors) / len(factors)} if factors else {}
+        return self.diagnostics() | {"min": None, "max": None, "avg": None} | summary
+
+    def estimate(self, metrics: Any) -> float | None:
+        ms = float(self.model.estimate(iterations_of([metrics]))[0])
+        return None if ms != ms else ms
 
 
-def state_of(model: PassModel) -> dict[str, Any]:
-    factors = model.correction_factors()
-    summary = {"min": min(factors), "max": max(factors), "avg": sum(factors) / len(factors)} if factors else {}
-    return asdict(model.diagnostics()) | {"min": None, "max": None, "avg": None} | summary
+def told_of(case: dict[str, Any]) -> Told:
+    """The model of a case, its records read as the client's adapters read them."""
+    if "config" not in case:
+        return Told(PassModel(options_of(case)))
+    try:
+        message = engine_of(case["config"], profile="reference").to_message()
+    except ValueError as error:
+        raise InvalidField("config", str(error)) from None
+    try:
+        return Told(PassModel(options_of(case), predictor().engine(engine_config(message, 0)).steps))
+    except EngineError as error:
+        if case.get("call") != "best_available" or error.reason not in UNAVAILABLE:
+            raise
+        return Told(PassModel(options_of(case)), error.message)
+
+
+def iterations_of(iterations: list[Any]) -> Iterations:
+    try:
+        read = [fpm.iteration(ranks) for ranks in iterations]
+    except ValueError as error:
+        raise InvalidField("metrics", str(error)) from None
+    return Iterations.of([[RankRecord(**asdict(rank)) for rank in ranks] for ranks in read])
 
 
 def evaluate(case: dict[str, Any]) -> dict[str, Any]:
@@ -68,27 +108,22 @@ def evaluate(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def learned(case: dict[str, Any]) -> dict[str, Any]:
-    model = model_of(case) if case["kind"] == "native" else PassModel(options_of(case))
+    told = told_of(case)
     rounds = []
     for step in case["rounds"]:
-        model.tune([iteration_of(iteration) for iteration in step["tune"]])
-        queries = [{"ms": estimate(model, iteration_of(query["metrics"]))} for query in step["queries"]]
-        rounds.append({"after": state_of(model), "queries": queries})
+        told.model.tune(iterations_of(step["tune"]))
+        queries = [{"ms": told.estimate(query["metrics"])} for query in step["queries"]]
+        rounds.append({"after": told.state(), "queries": queries})
     return {"rounds": rounds}
 
 
-def estimate(model: PassModel, iteration: Iteration) -> Any:
-    return model.estimate_ms([iteration])[0]
-
-
 def refused(case: dict[str, Any]) -> dict[str, Any]:
-    model = model_of(case) if "config" in case else PassModel(options_of(case))
+    told = told_of(case)
     if case["call"] == "estimate":
-        metrics = case["metrics"]
-        return {"ms": estimate(model, iteration_of(metrics if isinstance(metrics, list) else [metrics]))}
+        return {"ms": told.estimate(case["metrics"])}
     if case["call"] == "tune":
-        model.tune([iteration_of(iteration) for iteration in case["iterations"]])
-    shown = asdict(model.diagnostics())
+        told.model.tune(iterations_of(case["iterations"]))
+    shown = told.diagnostics()
     return {"diagnostics": shown | {"last_warning": "set" if shown["last_warning"] else None}}
 
 

@@ -14,7 +14,7 @@ from perfcast_client.planner_types import RankPass
 from perfcast_engine import EngineConfig as OwnConfig
 from perfcast_engine import ParallelConfig, Predictor
 from perfcast_engine.planner.pass_model import LearningOptions, PassModel
-from perfcast_engine.planner.telemetry import RankRecord
+from perfcast_engine.planner.telemetry import Iterations, RankRecord
 
 from tests.server.processes import start
 
@@ -87,8 +87,10 @@ def test_no_acknowledged_tune_is_lost_and_none_is_learned_twice(tmp_path: Path, 
     alone = PassModel(LearningOptions(cold_start_factor=1.15), Predictor().engine(config).steps)
     for sequence in range(1, teacher.acknowledged + 1):
         rank = record(sequence)
-        alone.tune([[RankRecord(rank.prefill_requests, rank.prefill_tokens, 0, rank.decode_requests,
-                                rank.decode_kv_tokens, rank.wall_time_s)]])  # fmt: skip
+        own = RankRecord(
+            rank.prefill_requests, rank.prefill_tokens, 0, rank.decode_requests, rank.decode_kv_tokens, rank.wall_time_s
+        )
+        alone.tune(Iterations.of([[own]]))
     for samples, store in zip((state.prefill, state.decode, state.mixed), alone.stores.values(), strict=True):
         assert list(samples.values) == store.values
         assert list(samples.features) == [value for features in store.features for value in features]

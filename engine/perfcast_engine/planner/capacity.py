@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 
 from perfcast_engine.answer import F64
-from perfcast_engine.errors import InvalidField
+from perfcast_engine.errors import InvalidField, check_whole
 from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, Passes, price_passes
 from perfcast_engine.planner.pass_model import PassModel
 from perfcast_engine.planner.telemetry import MAX_COUNT
@@ -55,10 +55,7 @@ class CapacityRequest:
     legacy_single_request: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("isl", "osl"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
-                raise InvalidField(name, f"must be a whole number in [0, 2^32), not {value!r}", why="range")
+        check_whole(self, ("isl", "osl"), 0, MAX_COUNT)
         for name, target in self.targets().items():
             if not (math.isfinite(target) and target >= 0):
                 raise InvalidField(name, f"must be finite and >= 0, not {target!r}", why="range")
@@ -125,9 +122,8 @@ def capacity(model: PassModel, role: EngineRole, limits: EngineLimits, request: 
 def _searched(
     model: PassModel, role: EngineRole, limits: EngineLimits, request: CapacityRequest, batch: F64
 ) -> Capacity | None:
-    scan = {EngineRole.PREFILL: _scan_prefill, EngineRole.DECODE: _scan_decode, EngineRole.AGGREGATED: _scan_aggregated}
-    values = scan[role](model, limits, request, batch)
-    return None if values is None else _select(request, values)
+    scan = _scan(model, role, limits, request, batch)
+    return None if scan is None else _select(request, scan)
 
 
 def _largest_batch(role: EngineRole, limits: EngineLimits, request: CapacityRequest) -> int:
@@ -147,45 +143,39 @@ def _candidates(largest: int) -> F64:
     return (1 + steps * (largest - 1) // (MAX_CANDIDATES - 1)).astype(np.float64)
 
 
-def _scan_prefill(model: PassModel, limits: EngineLimits, request: CapacityRequest, batch: F64) -> Scan | None:
-    tokens = np.minimum(batch * request.fresh_tokens, MAX_COUNT)
-    seconds = _seconds(model, [_chunked(limits, request, tokens, np.zeros_like(batch), batch)])
+def _scan(
+    model: PassModel, role: EngineRole, limits: EngineLimits, request: CapacityRequest, batch: F64
+) -> Scan | None:
+    """What the role produces at each batch that is a candidate; None where the model knows too little for some."""
+    fresh, zero = request.fresh_tokens, np.zeros_like(batch)
+    asked: dict[str, Passes] = {}
+    if role is EngineRole.PREFILL:
+        tokens = np.minimum(batch * fresh, MAX_COUNT)
+        asked["ttft_s"] = _chunked(limits, request, tokens, zero, batch)
+    elif role is EngineRole.DECODE:
+        asked["itl_s"] = _split(limits, request, zero, zero, batch)
+    else:
+        share = np.ceil(batch * request.accepted * fresh / request.osl)
+        room = limits.max_num_batched_tokens - batch
+        batch, share = (column[(room > 0) & (share <= room)] for column in (batch, share))
+        asked["itl_s"] = _split(limits, request, share, np.ceil(share / fresh), batch)
+        waiting = np.minimum(share + fresh, MAX_COUNT)
+        asked["ttft_s"] = _chunked(limits, request, waiting, batch, np.ceil(waiting / fresh))
+    seconds = _seconds(model, list(asked.values()))
     if seconds is None:
         return None
-    kept = seconds[0] > 0
-    batch, times = batch[kept], seconds[0][kept]
-    return {"batch": batch, "rps": batch / times, "ttft_s": times, "e2e_s": times}
-
-
-def _scan_decode(model: PassModel, limits: EngineLimits, request: CapacityRequest, batch: F64) -> Scan | None:
-    zero = np.zeros_like(batch)
-    seconds = _seconds(model, [_split(limits, request, zero, zero, batch)])
-    if seconds is None:
-        return None
-    times = seconds[0] / request.accepted
-    kept = times > 0
-    batch, times = batch[kept], times[kept]
-    return {"batch": batch, "rps": batch / (request.osl * times), "itl_s": times}
-
-
-def _scan_aggregated(model: PassModel, limits: EngineLimits, request: CapacityRequest, batch: F64) -> Scan | None:
-    if limits.max_num_batched_tokens <= 1:
-        return None
-    fresh = request.fresh_tokens
-    share = np.ceil(batch * request.accepted * fresh / request.osl)
-    room = limits.max_num_batched_tokens - batch
-    kept = (room > 0) & (share <= room)
-    batch, share = batch[kept], share[kept]
-    waiting = np.minimum(share + fresh, MAX_COUNT)
-    steady = _split(limits, request, share, np.ceil(share / fresh), batch)
-    seconds = _seconds(model, [steady, _chunked(limits, request, waiting, batch, np.ceil(waiting / fresh))])
-    if seconds is None:
-        return None
-    itl, ttft = seconds[0] / request.accepted, seconds[1]
-    kept = itl > 0
-    batch, itl, ttft = batch[kept], itl[kept], ttft[kept]
-    e2e = ttft + itl * (request.osl - 1)
-    return {"batch": batch, "rps": batch / (request.osl * itl), "ttft_s": ttft, "itl_s": itl, "e2e_s": e2e}
+    scan = {"batch": batch} | dict(zip(asked, seconds, strict=True))
+    if role.decodes:
+        scan["itl_s"] = scan["itl_s"] / request.accepted
+    busy = scan["itl_s" if role.decodes else "ttft_s"] > 0
+    scan = {name: column[busy] for name, column in scan.items()}
+    if role.decodes:
+        scan["rps"] = scan["batch"] / (request.osl * scan["itl_s"])
+    else:
+        scan["rps"] = scan["batch"] / scan["ttft_s"]
+    if role.prefills:
+        scan["e2e_s"] = scan["ttft_s"] + (scan["itl_s"] * (request.osl - 1) if role.decodes else 0)
+    return scan
 
 
 def _seconds(model: PassModel, questions: list[Passes]) -> list[F64] | None:
@@ -235,19 +225,16 @@ def _split(limits: EngineLimits, request: CapacityRequest, tokens: F64, prompts:
         "decode_requests": own_decodes,
         "decode_kv_tokens": share(kv) if request.legacy_rank_split else np.minimum(own_decodes * length, MAX_COUNT),
     }
-    count = len(tokens)
-    return Passes(work, own_tokens.shape, np.arange(count), np.ones(count), count)
+    return Passes.of_each(work, own_tokens.shape)
 
 
 def _select(request: CapacityRequest, scan: Scan) -> Capacity | None:
     """The best candidate: eligible before ineligible, then by objective, the first on equality."""
     if not len(scan["batch"]):
         return None
-    missed = {
-        name: scan[name] > target if name in scan else np.ones(len(scan["batch"]), np.bool_)
-        for name, target in request.targets().items()
-    }
-    eligible = ~np.any(list(missed.values()), axis=0) if missed else np.ones(len(scan["batch"]), np.bool_)
+    every = np.ones(len(scan["batch"]), np.bool_)
+    missed = {name: scan[name] > target if name in scan else every for name, target in request.targets().items()}
+    eligible = ~np.logical_or.reduce([~every, *missed.values()])
     if request.objective is Objective.THROUGHPUT:
         merit = scan["rps"]
     else:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from perfcast_engine.answer import F64
-from perfcast_engine.errors import InvalidField
+from perfcast_engine.errors import EngineError, InvalidField, check_whole
 from perfcast_engine.planner.pass_model import PassModel, Priced
-from perfcast_engine.planner.telemetry import MAX_COUNT
+from perfcast_engine.planner.telemetry import MAX_COUNT, Iterations
 from perfcast_engine.step import RankWork
 
 
@@ -42,10 +42,7 @@ class EngineLimits:
     attention_dp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_kv_tokens", "attention_dp"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_COUNT:
-                raise InvalidField(name, f"must be a whole number in [1, 2^32), not {value!r}", why="limit")
+        check_whole(self, self.__slots__, 1, MAX_COUNT, why="limit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +89,14 @@ class Passes:
     repeats: F64
     engines: int
 
+    @classmethod
+    def of_each(cls, work: dict[str, F64], shape: tuple[int, int]) -> Passes:
+        """One pass of each engine."""
+        return cls(work, shape, np.arange(shape[0]), np.ones(shape[0]), shape[0])
+
+    def column(self, name: str) -> F64:
+        return np.broadcast_to(self.work.get(name, np.float64(0)), self.shape).ravel()
+
 
 def price_passes(model: PassModel, questions: Sequence[Passes]) -> list[Priced]:
     """Milliseconds that each engine of each question spends on its passes, all of them in one evaluation.
@@ -99,23 +104,17 @@ def price_passes(model: PassModel, questions: Sequence[Passes]) -> list[Priced]:
     NaN where the model knows too little; an engine that misses data has its error beside.
     """
     *starts, count = np.cumsum([0, *(asked.shape[0] for asked in questions)]).tolist()
-    placed = list(zip(questions, starts, strict=True))
-    columns = {name: np.concatenate([_flat(asked, name) for asked in questions]) for name in RankWork.__slots__}
-    ranks = [np.repeat(np.arange(asked.shape[0]) + start, asked.shape[1]) for asked, start in placed]
-    priced = model.price(RankWork(**columns), np.concatenate(ranks), count)
+    work = RankWork(*(np.concatenate([asked.column(name) for asked in questions]) for name in RankWork.__slots__))
+    ranks = np.repeat([asked.shape[1] for asked in questions], [asked.shape[0] for asked in questions])
+    priced = model.price(Iterations(work, np.repeat(np.arange(count), ranks), count))
     times = np.maximum(priced.ms, 0)
     answers = []
-    for asked, start in placed:
-        own = slice(start, start + asked.shape[0])
-        spent = np.bincount(asked.owner, times[own] * asked.repeats, asked.engines).astype(np.float64, copy=False)
-        errors: dict[int, Any] = {}
+    for asked, start in zip(questions, starts, strict=True):
+        own = times[start : start + asked.shape[0]]
+        spent = np.bincount(asked.owner, own * asked.repeats, asked.engines).astype(np.float64, copy=False)
+        errors: dict[int, EngineError] = {}
         for index in sorted(priced.errors):
-            if own.start <= index < own.stop:
+            if start <= index < start + len(own):
                 errors.setdefault(int(asked.owner[index - start]), priced.errors[index])
         answers.append(Priced(spent, errors))
     return answers
-
-
-def _flat(asked: Passes, name: str) -> F64:
-    column = asked.work.get(name)
-    return np.zeros(asked.shape[0] * asked.shape[1]) if column is None else np.broadcast_to(column, asked.shape).ravel()

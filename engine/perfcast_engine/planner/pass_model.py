@@ -14,29 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from perfcast_engine.answer import F64
-from perfcast_engine.errors import EngineError, InvalidField
+from perfcast_engine.errors import EngineError, InvalidField, check_whole
 from perfcast_engine.planner.fit import Fit, fit
 from perfcast_engine.planner.samples import Features, SampleStore
-from perfcast_engine.planner.telemetry import Iteration, Kind, heaviest, observed_ms, rank_work
-from perfcast_engine.step import RankWork, StepModel
+from perfcast_engine.planner.telemetry import KINDS, Iterations, Kind
+from perfcast_engine.step import StepModel
 
-KINDS = tuple(Kind)
-COLUMN = {
-    "sum_prefill_tokens": "prefill_tokens",
-    "num_decode_requests": "decode_requests",
-    "sum_decode_kv_tokens": "decode_kv_tokens",
-}
-
-
-POSITIVE = (
-    "max_observations",
-    "min_observations",
-    "bucket_count",
-    "max_num_tokens",
-    "max_batch_size",
-    "max_kv_tokens",
-    "cold_start_observations",
-)
+# count of work -> option that bounds it in the correction store
+BOUNDS = {"prefill_tokens": "max_num_tokens", "decode_requests": "max_batch_size", "decode_kv_tokens": "max_kv_tokens"}
+NUMBERS = ("max_observations", "min_observations", "bucket_count", *BOUNDS.values(), "cold_start_observations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,36 +42,26 @@ class LearningOptions:
     cold_start_observations: int = 10
 
     def __post_init__(self) -> None:
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise InvalidField(name, f"must be a whole number above 0, not {value!r}", why="option")
+        check_whole(self, NUMBERS, 1, math.inf, why="option")
         if self.min_observations > self.max_observations:
             raise InvalidField("min_observations", "exceeds max_observations", why="option")
         if math.isqrt(self.bucket_count) ** 2 != self.bucket_count:
             raise InvalidField("bucket_count", "must be a perfect square", why="option")
-        _within("min_faster_correction_factor", self.min_faster_correction_factor, 0, 1)
-        _within("max_slower_correction_factor", self.max_slower_correction_factor, 1, math.inf)
-        _within("cold_start_factor", self.cold_start_factor, 1, math.inf)
+        for name, low, high in (
+            ("min_faster_correction_factor", 0, 1),
+            ("max_slower_correction_factor", 1, math.inf),
+            ("cold_start_factor", 1, math.inf),
+        ):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and low <= value <= high and value > 0):
+                told = f"must be a finite number in [{low:g}, {high:g}] or none, not {value!r}"
+                raise InvalidField(name, told, why="option")
 
-    def buckets_per_axis(self, axes: int) -> int:
-        return self.bucket_count if axes == 1 else math.isqrt(self.bucket_count)
-
-    def upper(self, kind: Kind) -> tuple[float, ...]:
-        """Bounds of a kind's features in the correction store."""
-        bound = {
-            "sum_prefill_tokens": self.max_num_tokens,
-            "num_decode_requests": self.max_batch_size,
-            "sum_decode_kv_tokens": self.max_kv_tokens,
-        }
-        return tuple(float(bound[name]) for name in kind.value)
-
-
-def _within(name: str, value: float | None, low: float, high: float) -> None:
-    if value is None:
-        return
-    if not math.isfinite(value) or not low <= value <= high or value <= 0:
-        raise InvalidField(name, f"must be a finite number in [{low:g}, {high:g}] or none, not {value!r}", why="option")
+    def store(self, kind: Kind, bounded: bool) -> SampleStore:
+        """An empty store for a kind's observations."""
+        per_axis = self.bucket_count if len(kind.value) == 1 else math.isqrt(self.bucket_count)
+        upper = tuple(float(getattr(self, BOUNDS[name])) for name in kind.value) if bounded else None
+        return SampleStore(len(kind.value), per_axis, self.max_observations, upper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +72,6 @@ class Diagnostics:
     readiness: str
     retained_observations: int
     correction_ready_buckets: int
-    last_warning: str | None
 
 
 class Priced(NamedTuple):
@@ -113,24 +88,15 @@ class Priced(NamedTuple):
 
 @dataclass(slots=True)
 class PassModel:
-    """Iteration times of one engine. ``steps``: its compiled steps, None for a regression; ``warning``: why so."""
+    """Iteration times of one engine. ``steps``: its compiled steps, None for a regression."""
 
     options: LearningOptions = field(default_factory=LearningOptions)
     steps: StepModel | None = None
-    warning: str | None = None
     stores: dict[Kind, SampleStore] = field(default_factory=dict)
     _fits: dict[Kind, Fit | None] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.stores = self.stores or {
-            kind: SampleStore(
-                len(kind.value),
-                self.options.buckets_per_axis(len(kind.value)),
-                self.options.max_observations,
-                None if self.steps is None else self.options.upper(kind),
-            )
-            for kind in KINDS
-        }
+        self.stores = self.stores or {kind: self.options.store(kind, self.steps is not None) for kind in KINDS}
 
     def copy(self) -> PassModel:
         """A model that learns on its own from here on."""
@@ -145,7 +111,7 @@ class PassModel:
         upper_seen: Features | None,
     ) -> None:
         """Take over what the store of ``kind`` of another such model holds; InvalidField where it could not."""
-        if self.steps is not None and any(self._bounded(value) != value for value in values):
+        if self.steps is not None and not np.array_equal(self._bounded(np.array(values)), values):
             raise InvalidField("samples", "holds correction factors beyond the bounds of the options", why="state")
         self.stores[kind] = self.stores[kind].restored(features, values, lower_seen, upper_seen)
         self._fits.clear()
@@ -154,53 +120,52 @@ class PassModel:
         """The same model before it learned anything."""
         return replace(self, stores={})
 
-    def estimate_ms(self, iterations: Sequence[Iteration]) -> list[float | None]:
-        """The time of each iteration; None where a regression knows too little. Idle iterations take 0."""
-        values = self.estimate_work(*rank_work(iterations), len(iterations))
-        return [None if math.isnan(value) else float(value) for value in values]
+    def estimate(self, iterations: Iterations) -> F64:
+        """ms (N,) of each iteration, the maximum over its ranks, corrected; NaN where a regression knows too little.
+        Idle ones take 0. EngineError where the compiled model has no data."""
+        return self.price(iterations).raise_first()
 
-    def estimate_work(self, work: RankWork, owner: np.ndarray, count: int) -> F64:
-        """As ``estimate_ms`` for ranks as columns: ms (count,), the maximum over the ranks that each iteration owns,
-        corrected; NaN where unknown. EngineError where the compiled model has no data."""
-        return self.price(work, owner, count).raise_first()
-
-    def price(self, work: RankWork, owner: np.ndarray, count: int) -> Priced:
-        """As ``estimate_work``, with the errors of single iterations beside the times of the others."""
-        kind, features = _heaviest_columns(work, owner, count)
+    def price(self, iterations: Iterations) -> Priced:
+        """As ``estimate``, with the errors of single iterations beside the times of the others."""
+        kind, features = iterations.heaviest()
         if self.steps is None:
-            return Priced(self._regressed(kind, features), {})
-        native = self._native(work, owner, count)
-        return Priced(native.ms * self._factors(kind, features), native.errors)
+            known, learned = Priced(np.where(kind < 0, 0.0, 1.0), {}), self._regressed
+        else:
+            known, learned = self._native(iterations), self._factors
+        for code, name in enumerate(KINDS):
+            mine = kind == code
+            if mine.any():
+                known.ms[mine] *= learned(name, features[mine, : len(name.value)])
+        return known
 
-    def _native(self, work: RankWork, owner: np.ndarray, count: int) -> Priced:
+    def _native(self, iterations: Iterations) -> Priced:
         """The compiled model's time of each iteration, uncorrected."""
         assert self.steps is not None
-        ms, errors = np.zeros(count), dict[int, EngineError]()
-        answer = self.steps.observed(work)
+        ms, errors = np.zeros(iterations.count), dict[int, EngineError]()
+        answer = self.steps.observed(iterations.work)
         with np.errstate(invalid="ignore"):
-            np.maximum.at(ms, owner, answer.ms)
+            np.maximum.at(ms, iterations.owner, answer.ms)
         for rank, error in answer.errors().items():
-            errors.setdefault(int(owner[rank]), error)
+            errors.setdefault(int(iterations.owner[rank]), error)
         return Priced(ms, errors)
 
-    def tune(self, iterations: Sequence[Iteration]) -> int:
+    def tune(self, iterations: Iterations) -> int:
         """Learn from measured iterations, in order; how many were kept. Idle and unmeasured ones teach nothing. An
         iteration that the compiled model has no data for raises; the earlier ones are learned by then."""
-        told = [(i, heaviest(each), observed_ms(each)) for i, each in enumerate(iterations)]
-        useful = [(i, work, target) for i, work, target in told if work is not None and target is not None]
-        values = [target for *_, target in useful]
-        errors: dict[int, EngineError] = {}
+        kind, features = iterations.heaviest()
+        values, errors = iterations.measured_ms(), dict[int, EngineError]()
+        useful = (kind >= 0) & (values > 0)
         if self.steps is not None:
-            native, errors = self._native(*rank_work([iterations[i] for i, *_ in useful]), len(useful))
+            native, errors = self._native(iterations)
             usable = np.isfinite(native) & (native > 0)
-            ratios = np.divide(values, native, out=np.full(len(values), np.nan), where=usable)
-            values = [self._bounded(float(ratio)) for ratio in ratios]
+            values = self._bounded(np.divide(values, native, out=np.full(len(values), np.nan), where=usable))
         kept = 0
         self._fits.clear()
-        for index, ((_, (kind, features), _), value) in enumerate(zip(useful, values, strict=True)):
+        for index in np.flatnonzero(useful).tolist():
             if index in errors:
                 raise errors[index]
-            kept += math.isfinite(value) and self.stores[kind].add(features, value)
+            store, value = self.stores[KINDS[kind[index]]], float(values[index])
+            kept += math.isfinite(value) and store.add(tuple(features[index, : store.axes].tolist()), value)
         return kept
 
     def correction_factors(self, *kinds: Kind) -> list[float]:
@@ -213,23 +178,17 @@ class PassModel:
 
     def diagnostics(self) -> Diagnostics:
         retained = sum(len(store) for store in self.stores.values())
-        ready = len(self.correction_factors())
+        factors = self.correction_factors()
         if self.steps is not None:
-            source, readiness = "aic_with_correction" if ready else "aic", "ready"
-        else:
-            source = "fallback_regression"
-            if any(self.fit_of(kind) for kind in KINDS):
-                readiness = "ready"
-            else:
-                readiness = "unsupported_config" if self.warning else "insufficient_data"
-        return Diagnostics(source, readiness, retained, ready, self.warning)
+            return Diagnostics("aic_with_correction" if factors else "aic", "ready", retained, len(factors))
+        ready = any(self.fit_of(kind) for kind in KINDS)
+        return Diagnostics("fallback_regression", "ready" if ready else "insufficient_data", retained, 0)
 
     def fit_of(self, kind: Kind) -> Fit | None:
         """A regression's fit of the retained observations of a kind; None while there is none."""
-        store = self.stores[kind]
         if kind not in self._fits:
-            found = fit(store.features, store.values, self.options.min_observations) if len(store) else None
-            self._fits[kind] = found
+            store = self.stores[kind]
+            self._fits[kind] = fit(store.features, store.values, self.options.min_observations)
         return self._fits[kind]
 
     @property
@@ -244,49 +203,24 @@ class PassModel:
     def _ready(self, kind: Kind) -> bool:
         return len(self.stores[kind]) >= self.options.min_observations
 
-    def _bounded(self, ratio: float) -> float:
+    def _bounded(self, ratio: F64) -> F64:
         low, high = self.options.min_faster_correction_factor, self.options.max_slower_correction_factor
-        ratio = ratio if low is None else max(ratio, low)
-        return ratio if high is None else min(ratio, high)
+        return np.clip(ratio, low or 0.0, high or math.inf)
 
     def _factor_table(self, kind: Kind) -> F64:
         """The factor of each bucket, NaN where it is empty."""
         limit, medians = self.options.cold_start_factor, self.stores[kind].medians()
         return np.clip(medians, 1 / limit, limit) if limit is not None and self.is_cold_for(kind) else medians
 
-    def _factors(self, kind: np.ndarray, features: F64) -> F64:
-        factors = np.ones(len(kind))
-        for code, name in enumerate(KINDS):
-            mine = kind == code
-            if not self._ready(name) or not mine.any():
-                continue
-            store, points = self.stores[name], features[mine, : len(name.value)]
-            found = self._factor_table(name)[store.buckets_of(points)]
-            factors[mine] = np.where(store.holds(points) & ~np.isnan(found), found, 1.0)
-        return factors
+    def _factors(self, kind: Kind, features: F64) -> F64 | float:
+        """The correction of work of one kind (N, axes); 1 where too little like it was observed."""
+        store = self.stores[kind]
+        if not self._ready(kind):
+            return 1.0
+        found = self._factor_table(kind)[store.buckets_of(features)]
+        return np.where(store.holds(features) & ~np.isnan(found), found, 1.0)
 
-    def _regressed(self, kind: np.ndarray, features: F64) -> F64:
-        out = np.where(kind < 0, 0.0, np.nan)
-        for code, name in enumerate(KINDS):
-            mine = kind == code
-            fitted = self.fit_of(name) if mine.any() else None
-            if fitted is not None:
-                out[mine] = fitted(features[mine, : len(name.value)])
-        return out
-
-
-def _heaviest_columns(work: RankWork, owner: np.ndarray, count: int) -> tuple[np.ndarray, F64]:
-    """Of each iteration, the kind (index into KINDS, -1 idle) and features (count, 2) of its heaviest rank."""
-    prefills, decodes = work.prefill_tokens > 0, work.decode_requests > 0
-    codes = [KINDS.index(kind) for kind in (Kind.MIXED, Kind.PREFILL, Kind.DECODE)]
-    rank_kind = np.select([prefills & decodes, prefills, decodes], codes, -1)
-    rank_features = np.zeros((len(work), 2))
-    for code, kind in enumerate(KINDS):
-        mine = rank_kind == code
-        for axis, name in enumerate(kind.value):
-            rank_features[mine, axis] = getattr(work, COLUMN[name])[mine]
-    weight = np.where(rank_kind < 0, -1.0, rank_features.sum(axis=1))
-    last = np.lexsort((np.arange(len(work)), weight, owner))
-    chosen = np.full(count, -1)
-    chosen[owner[last]] = last  # the last written of each iteration is its heaviest, the later rank on equality
-    return np.where(chosen >= 0, rank_kind[chosen], -1), np.where((chosen >= 0)[:, None], rank_features[chosen], 0.0)
+    def _regressed(self, kind: Kind, features: F64) -> F64 | float:
+        """ms of work of one kind (N, axes) by its fit; NaN while there is none."""
+        fitted = self.fit_of(kind)
+        return math.nan if fitted is None else fitted(features)

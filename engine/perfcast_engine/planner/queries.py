@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -46,74 +46,54 @@ class Scenario:
             if not isinstance(value, bool) and not (math.isfinite(value) and 0 <= value <= MAX_COUNT):
                 raise InvalidField(item.name, f"must be a number in [0, 2^32), not {value!r}", why="range")
 
-    def for_drain(self, loads: RankLoads) -> RankLoads:
-        hit = 1 - kv_hit_share(self.kv_hit_rate)
-        queued = float(self.drain_beside_queued_decodes)
-        one = float(self.next_prompt_tokens > 0)
-        return replace(
-            loads,
-            queued_prefill_tokens=_count(
-                (loads.queued_prefill_tokens * self.queue_scale + self.next_prompt_tokens) * hit
-            ),
-            queued_prefill_requests=_count(loads.queued_prefill_requests * self.queue_scale + one),
-            decode_requests=_count((loads.decode_requests + queued * loads.queued_decode_requests) * self.decode_scale),
-            decode_kv_tokens=_count(
-                (loads.decode_kv_tokens + queued * loads.queued_decode_kv_tokens) * self.decode_scale
-            ),
-        )
 
-    def for_itl(self, loads: RankLoads) -> RankLoads:
-        decodes, prompts = float(self.itl_with_queued_decodes), float(self.itl_with_queued_prompts)
-        scheduled = float(self.itl_with_scheduled_prefill)
-        requests = (
-            loads.decode_requests + decodes * loads.queued_decode_requests + prompts * loads.queued_prefill_requests
-        )
-        kv = loads.decode_kv_tokens + decodes * loads.queued_decode_kv_tokens + prompts * loads.queued_prefill_tokens
-        return replace(
-            loads,
-            prefill_requests=scheduled * loads.prefill_requests,
-            prefill_tokens=scheduled * loads.prefill_tokens,
-            prefill_kv_tokens=scheduled * loads.prefill_kv_tokens,
-            decode_requests=_count(requests * self.decode_scale + float(self.next_decode_kv_tokens > 0)),
-            decode_kv_tokens=_count(kv * self.decode_scale + self.next_decode_kv_tokens),
-        )
-
-
-def drain_passes(role: EngineRole, limits: EngineLimits, loads: RankLoads) -> Passes:
+def drain_passes(role: EngineRole, limits: EngineLimits, loads: RankLoads, scenario: Scenario) -> Passes:
     """The passes that prefill all queued prompts (spec/07 5.1). An aggregated engine keeps decoding beside them."""
-    chunk = float(limits.max_num_batched_tokens)
+    chunk, missed = float(limits.max_num_batched_tokens), 1 - kv_hit_share(scenario.kv_hit_rate)
+    queued_tokens = loads.queued_prefill_tokens * scenario.queue_scale + scenario.next_prompt_tokens
+    full, tail = np.divmod(_count(queued_tokens * missed), chunk)
+    one_more = float(scenario.next_prompt_tokens > 0)
+    prompts = np.maximum(_count(loads.queued_prefill_requests * scenario.queue_scale + one_more), 1)
+    waiting, decoding = float(scenario.drain_beside_queued_decodes), scenario.decode_scale
+    decodes = _count((loads.decode_requests + waiting * loads.queued_decode_requests) * decoding)
+    decode_kv = _count((loads.decode_kv_tokens + waiting * loads.queued_decode_kv_tokens) * decoding)
+
     engines, ranks = loads.shape
-    full, tail = np.divmod(loads.queued_prefill_tokens, chunk)
     edges = np.sort(np.concatenate([np.zeros((engines, 1)), full, np.where(tail > 0, full + 1, 0)], axis=1), axis=1)
     repeats = np.diff(edges, axis=1)
     owner, segment = np.nonzero(repeats)
     begin = edges[owner, segment][:, None]
     tokens = np.where(begin < full[owner], chunk, np.where(begin == full[owner], tail[owner], 0))
-    decoding = float(role.decodes)
-    work = {
-        "prefill_tokens": tokens,
-        "prefill_requests": np.where(tokens > 0, np.maximum(loads.queued_prefill_requests[owner], 1), 0),
-        "decode_requests": decoding * loads.decode_requests[owner],
-        "decode_kv_tokens": decoding * loads.decode_kv_tokens[owner],
-    }
+    work = {"prefill_tokens": tokens, "prefill_requests": np.where(tokens > 0, prompts[owner], 0)}
+    if role.decodes:
+        work |= {"decode_requests": decodes[owner], "decode_kv_tokens": decode_kv[owner]}
     return Passes(work, (len(owner), ranks), owner, repeats[owner, segment], engines)
 
 
-def itl_passes(role: EngineRole, loads: RankLoads, usual_tokens: F64 | float, usual_requests: F64 | float) -> Passes:
+def itl_passes(
+    role: EngineRole, loads: RankLoads, scenario: Scenario, usual_tokens: F64 | float, usual_requests: F64 | float
+) -> Passes:
     """The next decode iteration of each engine (spec/07 5.2). usual_*: (W,) prefill of an average iteration, which a
     rank of an aggregated engine is assumed to run where it has none scheduled."""
-    engines, ranks = loads.shape
-    work = {"decode_requests": loads.decode_requests, "decode_kv_tokens": loads.decode_kv_tokens}
+    waiting, started = float(scenario.itl_with_queued_decodes), float(scenario.itl_with_queued_prompts)
+    decodes = loads.decode_requests + waiting * loads.queued_decode_requests + started * loads.queued_prefill_requests
+    kv = loads.decode_kv_tokens + waiting * loads.queued_decode_kv_tokens + started * loads.queued_prefill_tokens
+    one_more = float(scenario.next_decode_kv_tokens > 0)
+    work = {
+        "decode_requests": _count(decodes * scenario.decode_scale + one_more),
+        "decode_kv_tokens": _count(kv * scenario.decode_scale + scenario.next_decode_kv_tokens),
+    }
     if role.prefills:
         scheduled = (loads.prefill_requests > 0) | (loads.prefill_tokens > 0)
-        tokens = np.ceil(np.broadcast_to(usual_tokens, engines))[:, None]
-        requests = np.maximum(np.ceil(np.broadcast_to(usual_requests, engines))[:, None], 1) * (tokens > 0)
+        scheduled &= scenario.itl_with_scheduled_prefill
+        tokens = np.ceil(np.broadcast_to(usual_tokens, len(scheduled)))[:, None]
+        requests = np.maximum(np.ceil(np.broadcast_to(usual_requests, len(scheduled)))[:, None], 1) * (tokens > 0)
         work |= {
             "prefill_tokens": np.where(scheduled, loads.prefill_tokens, tokens),
             "prefill_requests": np.where(scheduled, loads.prefill_requests, requests),
             "prefill_kv_tokens": np.where(scheduled, loads.prefill_kv_tokens, 0),
         }
-    return Passes(work, (engines, ranks), np.arange(engines), np.ones(engines), engines)
+    return Passes.of_each(work, loads.shape)
 
 
 class Outlook(NamedTuple):
@@ -142,15 +122,12 @@ def outlooks(
     drains, decodes = drain and role.prefills, itl and role.decodes
     questions: list[Passes] = []
     for scenario in scenarios:
-        if drains:
-            questions.append(drain_passes(role, limits, scenario.for_drain(loads)))
-        if decodes:
-            questions.append(itl_passes(role, scenario.for_itl(loads), usual_tokens, usual_requests))
+        questions += [drain_passes(role, limits, loads, scenario)] if drains else []
+        questions += [itl_passes(role, loads, scenario, usual_tokens, usual_requests)] if decodes else []
     answers = iter(price_passes(model, questions) if questions else ())
     told = []
     for _ in scenarios:
-        drained = next(answers) if drains else None
-        decoded = next(answers) if decodes else None
+        drained, decoded = next(answers) if drains else None, next(answers) if decodes else None
         errors = {index: error for part in (decoded, drained) if part for index, error in part.errors.items()}
         told.append(Outlook(_seconds(drained), _seconds(decoded), errors))
     return told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -49,26 +49,24 @@ class SampleStore:
         else:
             self._buckets += self.buckets_of(point).tolist()
         if len(self) > self.capacity:
-            self._retire()
+            oldest = self._buckets.index(int(np.argmax(np.bincount(self._buckets))))
+            for column in (self.features, self.values, self._buckets):
+                del column[oldest]
         return True
 
     def holds(self, features: F64) -> Mask:
         """Whether each of the points (N, axes) lies within fixed bounds; true where there are none."""
-        if self.upper is None:
-            return np.ones(len(features), np.bool_)
-        inside: Mask = np.logical_and.reduce((features >= 0) & (features <= np.array(self.upper)), axis=1)
+        bound = np.inf if self.upper is None else np.array(self.upper)
+        inside: Mask = np.logical_and.reduce((features >= 0) & (features <= bound), axis=1)
         return inside
 
     def buckets_of(self, features: F64) -> np.ndarray:
         """The bucket of each of the points (N, axes), numbered with the last axis fastest."""
         low = np.zeros(self.axes) if self.upper is not None else np.array(self.lower_seen)
-        high = np.array(self.upper if self.upper is not None else self.upper_seen)
-        width = high - low
+        width = np.array(self.upper if self.upper is not None else self.upper_seen) - low
         share = np.divide(features - low, width, out=np.zeros_like(features), where=width > 0)
         index = np.clip(np.trunc(share * self.buckets_per_axis), 0, self.buckets_per_axis - 1).astype(np.intp)
-        number: np.ndarray = index[:, 0]
-        for axis in range(1, self.axes):
-            number = number * self.buckets_per_axis + index[:, axis]
+        number: np.ndarray = index @ self.buckets_per_axis ** np.arange(self.axes)[::-1]
         return number
 
     def medians(self) -> F64:
@@ -81,10 +79,6 @@ class SampleStore:
             self._medians = found
         return self._medians
 
-    def copy(self) -> SampleStore:
-        """One that learns on its own."""
-        return self._like(list(self.features), list(self.values), self.lower_seen, self.upper_seen)
-
     def restored(
         self,
         features: Sequence[Features],
@@ -92,32 +86,29 @@ class SampleStore:
         lower_seen: Features | None,
         upper_seen: Features | None,
     ) -> SampleStore:
-        """A store of this shape that holds what another told of itself; InvalidField where that cannot be."""
+        """A store of this shape that holds what another told of itself, and learns on its own; InvalidField where that
+        cannot be."""
         if len(values) > self.capacity or len(values) != len(features):
             raise InvalidField("samples", f"need at most {self.capacity} values, each with its features", why="state")
         points, told = np.array(features, np.float64).reshape(-1, self.axes), (lower_seen, upper_seen)
         if told.count(None) != (0 if self.upper is None and values else 2):
             raise InvalidField("samples", "must tell the bounds seen where, and only where, data set them", why="state")
         inside = self.holds(points)
-        if told[0] is not None:
-            inside = np.all((points >= np.array(lower_seen)) & (points <= np.array(upper_seen)), axis=1, keepdims=True)
+        if lower_seen is not None:
+            inside &= np.all((points >= np.array(lower_seen)) & (points <= np.array(upper_seen)), axis=1)
         if not (inside.all() and np.isfinite(values).all() and np.greater(values, 0).all()):
             raise InvalidField("samples", "holds values that are not positive or lie out of bounds", why="state")
-        return self._like(list(features), list(values), lower_seen, upper_seen)
-
-    def _like(
-        self, features: list[Features], values: list[float], lower: Features | None, upper: Features | None
-    ) -> SampleStore:
-        other = SampleStore(self.axes, self.buckets_per_axis, self.capacity, self.upper, features, values, lower, upper)
+        other = replace(
+            self, features=list(features), values=list(values), lower_seen=lower_seen, upper_seen=upper_seen,
+            _buckets=[], _medians=None,
+        )  # fmt: skip
         if values:
-            other._buckets = other.buckets_of(np.array(features)).tolist()
+            other._buckets = other.buckets_of(points).tolist()
         return other
 
-    def _retire(self) -> None:
-        fullest = int(np.argmax(np.bincount(self._buckets)))
-        oldest = self._buckets.index(fullest)
-        for column in (self.features, self.values, self._buckets):
-            del column[oldest]
+    def copy(self) -> SampleStore:
+        """One that learns on its own."""
+        return self.restored(self.features, self.values, self.lower_seen, self.upper_seen)
 
     def _widened(self, features: Features) -> bool:
         if self.upper is not None:

@@ -1,123 +1,100 @@
-"""Forward-pass metrics: what each attention-DP rank ran in one iteration (spec/07 section 4.1, spec/04 11.1)."""
+"""Forward-pass metrics: what each attention-DP rank ran in each iteration (spec/07 section 4.1, spec/04 11.1)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from perfcast_engine.answer import F64, Mask
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.step import RankWork
 
-VERSION = 1
 MAX_COUNT = 2**32 - 1
-COUNTS = (
-    "num_prefill_requests",
-    "sum_prefill_tokens",
-    "sum_prefill_kv_tokens",
-    "num_decode_requests",
-    "sum_decode_kv_tokens",
-)
 
 
 class Kind(Enum):
-    """What an iteration does; its value names the features by which it is learned."""
+    """What an iteration does; its value names the counts by which it is learned."""
 
-    PREFILL = ("sum_prefill_tokens",)
-    DECODE = ("num_decode_requests", "sum_decode_kv_tokens")
-    MIXED = ("sum_prefill_tokens", "sum_decode_kv_tokens")
+    PREFILL = ("prefill_tokens",)
+    DECODE = ("decode_requests", "decode_kv_tokens")
+    MIXED = ("prefill_tokens", "decode_kv_tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class RankRecord:
+KINDS = tuple(Kind)
+
+
+class RankRecord(NamedTuple):
     """One rank of one iteration. ``wall_time_s`` is the measured duration, 0 where unmeasured; ``dp_rank`` decides
-    nothing but the order of ranks (see ``in_rank_order``)."""
+    nothing but the order of ranks."""
 
-    num_prefill_requests: int = 0
-    sum_prefill_tokens: int = 0
-    sum_prefill_kv_tokens: int = 0
-    num_decode_requests: int = 0
-    sum_decode_kv_tokens: int = 0
+    prefill_requests: int = 0
+    prefill_tokens: int = 0
+    prefill_kv_tokens: int = 0
+    decode_requests: int = 0
+    decode_kv_tokens: int = 0
     wall_time_s: float = 0.0
     dp_rank: int = 0
 
-    def __post_init__(self) -> None:
-        for name in COUNTS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
-                raise InvalidField(name, f"must be a whole number in [0, 2^32), not {value!r}", why="fpm_count")
-        if (self.sum_prefill_tokens or self.sum_prefill_kv_tokens) and not self.num_prefill_requests:
-            raise InvalidField("num_prefill_requests", "is 0 beside prefill tokens", why="fpm_inconsistent")
-        if self.sum_decode_kv_tokens and not self.num_decode_requests:
-            raise InvalidField("num_decode_requests", "is 0 beside decode KV tokens", why="fpm_inconsistent")
 
-    @property
-    def kind(self) -> Kind | None:
-        """None for an idle rank; a fully cached prefill computes nothing and counts as idle."""
-        prefills = self.sum_prefill_tokens > 0
-        if self.num_decode_requests > 0:
-            return Kind.MIXED if prefills else Kind.DECODE
-        return Kind.PREFILL if prefills else None
+@dataclass(frozen=True, slots=True)
+class Iterations:
+    """``count`` iterations: the ranks of all of them as columns (M,), and ``owner`` (M,), the iteration of each."""
+
+    work: RankWork
+    owner: np.ndarray
+    count: int
+    wall_time_s: F64 | float = 0.0
 
     @classmethod
-    def from_mapping(cls, record: Mapping[str, Any]) -> RankRecord:
-        """From the JSON form; unknown members are ignored as the telemetry plane demands."""
-        if not isinstance(record, Mapping):
-            raise InvalidField("metrics", "must be an object", why="fpm_shape")
-        if record.get("version", VERSION) != VERSION:
-            raise InvalidField("version", f"must be {VERSION}, not {record['version']!r}", why="fpm_version")
-        scheduled = record.get("scheduled_requests") or {}
-        if not isinstance(scheduled, Mapping):
-            raise InvalidField("scheduled_requests", "must be an object", why="fpm_shape")
-        wall = record.get("wall_time", 0.0)
-        if isinstance(wall, bool) or not isinstance(wall, int | float):
-            raise InvalidField("wall_time", "must be a number of seconds", why="fpm_shape")
-        return cls(**{name: scheduled.get(name, 0) for name in COUNTS}, wall_time_s=float(wall))
+    def of(cls, iterations: Sequence[Sequence[RankRecord]]) -> Iterations:
+        """From the ranks of each iteration, in any order. InvalidField names what no rank could have run."""
+        rows = [record for ranks in iterations for record in ranks]
+        owner = np.repeat(np.arange(len(iterations)), [len(ranks) for ranks in iterations])
+        table = np.array(rows, np.float64).reshape(-1, len(RankRecord._fields)).T
+        *counts, wall_time_s, dp_rank = table
+        order = np.lexsort((wall_time_s, *reversed(counts), dp_rank, owner))
+        work = RankWork(*(column[order] for column in counts))
+        for name in RankWork.__slots__:
+            column = getattr(work, name)
+            whole = (column >= 0) & (column <= MAX_COUNT) & (column == np.floor(column))
+            _require(whole, owner, name, "must be a whole number in [0, 2^32)", "fpm_count")
+        prompts, decodes = work.prefill_requests > 0, work.decode_requests > 0
+        computed = work.prefill_tokens + work.prefill_kv_tokens
+        _require(prompts | (computed == 0), owner, "prefill_requests", "is 0 beside prefill tokens", "fpm_inconsistent")
+        cached = work.decode_kv_tokens
+        _require(decodes | (cached == 0), owner, "decode_requests", "is 0 beside decode KV tokens", "fpm_inconsistent")
+        return cls(work, owner, len(iterations), wall_time_s[order])
+
+    def heaviest(self) -> tuple[np.ndarray, F64]:
+        """Of each iteration, the kind (index into KINDS, -1 idle) and the counts (N, 2) by which it is learned of the
+        rank at which they sum up to the most, the later one on equality. A fully cached prefill counts as idle."""
+        work, last = self.work, np.full(self.count, -1)
+        prefills, decodes = work.prefill_tokens > 0, work.decode_requests > 0
+        codes = [KINDS.index(kind) for kind in (Kind.MIXED, Kind.PREFILL, Kind.DECODE)]
+        kind = np.select([prefills & decodes, prefills, decodes], codes, -1)
+        features = np.zeros((len(work), 2))
+        for code, each in enumerate(KINDS):
+            mine = kind == code
+            for axis, name in enumerate(each.value):
+                features[mine, axis] = getattr(work, name)[mine]
+        weight = np.where(kind < 0, -1.0, features.sum(axis=1))
+        order = np.lexsort((np.arange(len(work)), weight, self.owner))
+        last[self.owner[order]] = order  # what is written last stays
+        idle = last < 0
+        return np.where(idle, -1, kind[last]), np.where(idle[:, None], 0.0, features[last])
+
+    def measured_ms(self) -> F64:
+        """The measured duration of each iteration (N,), that of its slowest rank; 0 where none was measured."""
+        slowest, told = np.zeros(self.count), np.broadcast_to(self.wall_time_s, len(self.owner))
+        np.maximum.at(slowest, self.owner, np.where(np.isfinite(told), told, 0.0))
+        return slowest * 1000
 
 
-Iteration = Sequence[RankRecord]
-
-
-def iteration_of(records: Sequence[Mapping[str, Any]]) -> Iteration:
-    """The ranks of one iteration from their JSON form; InvalidField when there is none."""
-    if not records:
-        raise InvalidField("metrics", "needs at least one rank", why="fpm_empty")
-    return [RankRecord.from_mapping(record) for record in records]
-
-
-def in_rank_order(records: Iterable[RankRecord]) -> Iteration:
-    """The ranks of one iteration in the order of their number, so that the order in which they arrived changes nothing
-    where ranks are equally heavy."""
-    return sorted(records, key=attrgetter("dp_rank", *COUNTS, "wall_time_s"))
-
-
-def heaviest(iteration: Iteration) -> tuple[Kind, tuple[float, ...]] | None:
-    """Kind and features of the rank with the largest feature sum (the last on equality); None when all are idle."""
-    best: tuple[Kind, tuple[float, ...]] | None = None
-    for rank in iteration:
-        kind = rank.kind
-        if kind is None:
-            continue
-        features = tuple(float(getattr(rank, name)) for name in kind.value)
-        if best is None or sum(features) >= sum(best[1]):
-            best = kind, features
-    return best
-
-
-def observed_ms(iteration: Iteration) -> float | None:
-    """The measured duration: the longest finite positive wall time of the ranks; None when none was measured."""
-    times = [rank.wall_time_s for rank in iteration if math.isfinite(rank.wall_time_s) and rank.wall_time_s > 0]
-    return max(times) * 1000 if times else None
-
-
-def rank_work(iterations: Sequence[Iteration]) -> tuple[RankWork, np.ndarray]:
-    """All ranks of all iterations as columns, and the iteration index of each rank."""
-    rows = [[getattr(rank, name) for name in COUNTS] for iteration in iterations for rank in iteration]
-    columns = np.asarray(rows, np.float64).reshape(-1, len(COUNTS)).T
-    owner = np.repeat(np.arange(len(iterations)), [len(iteration) for iteration in iterations])
-    return RankWork(*columns), owner
+def _require(holds: Mask, owner: np.ndarray, name: str, message: str, why: str) -> None:
+    if not holds.all():
+        iteration: Any = owner[np.argmin(holds)]
+        raise InvalidField(f"iterations[{iteration}].ranks.{name}", message, why=why)
