@@ -7,6 +7,7 @@ import random
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,7 +138,12 @@ def test_a_call_teaches_only_so_much(client: Client) -> None:
 def test_concurrent_callers_lose_nothing(client: Client) -> None:
     def tune(number: int) -> int:
         call = calibration.tune(A, "many", measured(DECODE, 30), client_id=f"c{number}", sequence=1)
-        return client.ask(call).state_version
+        for _ in range(600):  # a busy machine turns callers away; one that comes again is served
+            try:
+                return client.ask(call).state_version
+            except errors.LimitExceeded:
+                time.sleep(0.1)
+        raise AssertionError("was never let in")
 
     with ThreadPoolExecutor(8) as pool:
         versions = list(pool.map(tune, range(40)))
