@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from perfcast_engine.answer import Points, Source, Tier
 from perfcast_engine.errors import EmpiricalBasisMissing, InvalidField, PerfDataMissing
-from perfcast_engine.ops.attention import ContextAttention, GenerationAttention
-from perfcast_engine.ops.encoder import EncoderAttention
+from perfcast_engine.ops.attention import ContextAttention, EncoderAttention, GenerationAttention
 from perfcast_engine.quick import quick_terms
 from perfcast_engine.tables.database import Mode
 

@@ -15,8 +15,15 @@ from perfcast_engine.errors import (
     SystemFlopsMissing,
 )
 from perfcast_engine.ops.composite import Fallback
-from perfcast_engine.ops.mla import ContextMla, ContextMlaModule, GenerationMla, GenerationMlaModule, MlaBmm
-from perfcast_engine.ops.wideep_mla import WideEpContextMla, WideEpGenerationMla
+from perfcast_engine.ops.mla import (
+    ContextMla,
+    ContextMlaModule,
+    GenerationMla,
+    GenerationMlaModule,
+    MlaBmm,
+    WideEpContextMla,
+    WideEpGenerationMla,
+)
 from perfcast_engine.quick import quick_terms
 from perfcast_engine.tables.database import Mode
 

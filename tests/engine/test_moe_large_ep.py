@@ -15,10 +15,8 @@ from perfcast_engine.errors import (
     UnsupportedCombination,
 )
 from perfcast_engine.models.large_ep import ExpertPlacement, choose_comm_backend
-from perfcast_engine.ops.comm_backends import comm_backend, wire_dtype
-from perfcast_engine.ops.megamoe import MegaMoe
-from perfcast_engine.ops.moe_a2a import MoeAllToAll
-from perfcast_engine.ops.moe_experts import MoeExperts
+from perfcast_engine.ops.all_to_all import MoeAllToAll, comm_backend, wire_dtype
+from perfcast_engine.ops.moe import MegaMoe, MoeExperts
 from perfcast_engine.tables.database import Mode
 
 from tests.engine.handmade import SYSTEM, database, table

@@ -5,9 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from perfcast_engine.answer import Points, Source, Tier
-from perfcast_engine.ops.gdn import Gdn
-from perfcast_engine.ops.kda import Kda
-from perfcast_engine.ops.mamba2 import Mamba2
+from perfcast_engine.ops.state_space import Gdn, Kda, Mamba2
 from perfcast_engine.tables.database import Database, Mode
 
 from tests.engine.handmade import SYSTEM, database, table

@@ -21,6 +21,7 @@ from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
 
 LAYERS, KV_BYTES, WEIGHT_BYTES = 16, 16384.0, 16e9
+EVERY = 1e18  # tokens
 NCCL_BYTES = {1: 0.0, 2: 3e8, 4: 4e8, 8: 4e8}
 SYSTEM = SystemSpec(
     "toy", 4e12, {"bfloat16": 1e15}, 8, 4e11, 5e10, mem_capacity=80e9, nccl_mem=NCCL_BYTES, other_mem=3e9
@@ -33,7 +34,7 @@ class Dense(Op):
 
     base: float
     per_token: float
-    known: float = np.inf
+    known: float = EVERY
     dip: tuple[float, float] = (np.inf, np.inf)
 
     def price(self, db: Database, at: Points) -> Answer:
@@ -68,7 +69,7 @@ def worker(
     *,
     nextn: int = 0,
     capacity: float = 80e9,
-    known: float = np.inf,
+    known: float = EVERY,
     dip: tuple[float, float] = (np.inf, np.inf),
     version: str = "1.0",
     **parallel: int,

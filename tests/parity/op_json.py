@@ -10,27 +10,29 @@ from functools import lru_cache
 from typing import Any
 
 from perfcast_engine.answer import Points, Source, Tier
-from perfcast_engine.ops.attention import ContextAttention, GenerationAttention
+from perfcast_engine.ops.all_to_all import MoeAllToAll
+from perfcast_engine.ops.attention import ContextAttention, EncoderAttention, GenerationAttention
 from perfcast_engine.ops.base import Op, Role
 from perfcast_engine.ops.collective import P2P, AllReduce, Nccl
 from perfcast_engine.ops.composite import Fallback, Overlap
 from perfcast_engine.ops.dsa import DsaContext, DsaGeneration
 from perfcast_engine.ops.dsv4 import Dsv4Context, Dsv4Generation
-from perfcast_engine.ops.encoder import EncoderAttention
-from perfcast_engine.ops.gdn import Gdn
 from perfcast_engine.ops.gemm import Gemm
-from perfcast_engine.ops.kda import Kda
-from perfcast_engine.ops.mamba2 import Mamba2
-from perfcast_engine.ops.megamoe import MegaMoe
 from perfcast_engine.ops.memory_bound import Elementwise, Embedding
 from perfcast_engine.ops.mhc import Mhc
-from perfcast_engine.ops.mla import ContextMla, ContextMlaModule, GenerationMla, GenerationMlaModule, MlaBmm
-from perfcast_engine.ops.moe import Moe
-from perfcast_engine.ops.moe_a2a import MoeAllToAll
+from perfcast_engine.ops.mla import (
+    ContextMla,
+    ContextMlaModule,
+    GenerationMla,
+    GenerationMlaModule,
+    MlaBmm,
+    WideEpContextMla,
+    WideEpGenerationMla,
+)
+from perfcast_engine.ops.moe import MegaMoe, Moe, MoeExperts
 from perfcast_engine.ops.moe_dispatch import MoeDispatch
-from perfcast_engine.ops.moe_experts import MoeExperts
 from perfcast_engine.ops.msa import MsaContext, MsaGeneration
-from perfcast_engine.ops.wideep_mla import WideEpContextMla, WideEpGenerationMla
+from perfcast_engine.ops.state_space import Gdn, Kda, Mamba2
 from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import TRANSFER_PRESETS, Database, Mode
 

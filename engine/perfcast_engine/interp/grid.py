@@ -50,6 +50,13 @@ class Grid:
             tuple(c[rows] for c in self.coords), self.ms[rows], None if self.power is None else self.power[rows]
         )
 
+    def shared(self, other: Grid) -> tuple[Ints, Ints]:
+        """The leaves that both grids hold, in either."""
+        spans = [int(max(a.max(), b.max())) + 1 for a, b in zip(self.coords, other.coords, strict=True)]
+        own, others = (np.ravel_multi_index(grid.coords, spans) for grid in (self, other))
+        _, here, there = np.intersect1d(own, others, assume_unique=True, return_indices=True)
+        return here, there
+
     @cached_property
     def floats(self) -> Coords:
         return tuple(column.astype(np.float64) for column in self.coords)

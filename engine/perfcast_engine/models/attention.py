@@ -13,8 +13,15 @@ from perfcast_engine.models.listing import OpT, Phase, split_mode
 from perfcast_engine.ops.attention import ContextAttention, GenerationAttention
 from perfcast_engine.ops.base import Op, Role
 from perfcast_engine.ops.composite import Fallback, Overlap
-from perfcast_engine.ops.mla import ContextMla, ContextMlaModule, GenerationMla, GenerationMlaModule, MlaBmm
-from perfcast_engine.ops.wideep_mla import WideEpContextMla, WideEpGenerationMla
+from perfcast_engine.ops.mla import (
+    ContextMla,
+    ContextMlaModule,
+    GenerationMla,
+    GenerationMlaModule,
+    MlaBmm,
+    WideEpContextMla,
+    WideEpGenerationMla,
+)
 from perfcast_engine.profiles import MLA_OF_128_HEADS
 
 # DeepSeek-V3, whatever the config says (spec/05 9.3)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from perfcast_engine.models.deployment import Deployment
 from perfcast_engine.models.layers import Layer
 from perfcast_engine.models.listing import Family, Phase
+from perfcast_engine.ops.attention import EncoderAttention
 from perfcast_engine.ops.base import Op
 from perfcast_engine.ops.collective import AllReduce
-from perfcast_engine.ops.encoder import EncoderAttention
 
 
 def encoder_ops(d: Deployment) -> Iterator[Op]:

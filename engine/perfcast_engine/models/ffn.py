@@ -10,8 +10,7 @@ from perfcast_engine.models.layers import Layer
 from perfcast_engine.models.listing import Phase, mlp, split_mode
 from perfcast_engine.ops.base import Op
 from perfcast_engine.ops.composite import Overlap
-from perfcast_engine.ops.megamoe import MegaMoe
-from perfcast_engine.ops.moe import Moe
+from perfcast_engine.ops.moe import MegaMoe, Moe
 from perfcast_engine.ops.moe_dispatch import MoeDispatch
 
 GATED = ("gate_ffn1_gemm", "act_gate", "ffn2_gemm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from perfcast_engine.errors import InvalidField
-from perfcast_engine.ops.comm_backends import BACKENDS, CommBackend, measured_node, wire_dtype
+from perfcast_engine.ops.all_to_all import BACKENDS, CommBackend, measured_node, wire_dtype
 from perfcast_engine.tables.database import Database
 
 FAMILIES = frozenset({"MOE", "DEEPSEEK", "DEEPSEEKV32", "KIMIK25"})

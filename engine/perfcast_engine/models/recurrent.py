@@ -10,9 +10,7 @@ from perfcast_engine.models.layers import Layer
 from perfcast_engine.models.listing import Phase, logits, mlp, sharded_embedding, split_mode
 from perfcast_engine.ops.attention import GenerationAttention
 from perfcast_engine.ops.base import Op, Role
-from perfcast_engine.ops.gdn import Gdn
-from perfcast_engine.ops.kda import Kda
-from perfcast_engine.ops.mamba2 import Mamba2
+from perfcast_engine.ops.state_space import Gdn, Kda, Mamba2
 
 # phase -> (operator, kernel) of the convolution and of the recurrence
 MAMBA_KERNELS = {

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from perfcast_engine.models.ffn import GATED, SHARED, distribution, exchanged, routed_experts, router, shared_mode
 from perfcast_engine.models.layers import Layer
 from perfcast_engine.models.listing import Phase, mlp
+from perfcast_engine.ops.all_to_all import CommBackend, MoeAllToAll, comm_backend, wire_dtype
 from perfcast_engine.ops.base import Op
-from perfcast_engine.ops.comm_backends import CommBackend, comm_backend, wire_dtype
 from perfcast_engine.ops.composite import Overlap
-from perfcast_engine.ops.moe_a2a import MoeAllToAll
-from perfcast_engine.ops.moe_experts import MoeExperts
+from perfcast_engine.ops.moe import MoeExperts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,58 +1,154 @@
-"""Dense attention kernels of prefill and decode (spec/02 sections 5.3, 5.4, 5.6, 6.2)."""
+"""Dense attention kernels of prefill, decode and vision encoders (spec/02 sections 5.3 to 5.6, 6.2, 9.5)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+import math
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 from perfcast_surface.averaged import Averaged
+from perfcast_surface.blend import Blend
 from perfcast_surface.terms import SAMPLES, Causal, DecodeMean, Term, decode_lengths
 
 from perfcast_engine import quant
-from perfcast_engine.answer import F64, Answer, Miss, Points, Source, choose, total
-from perfcast_engine.interp.surface import Surface
-from perfcast_engine.ops.attention_kernels import Kernels, head_dim_ratio
-from perfcast_engine.ops.attention_roofline import ContextRoofline, GenerationRoofline, causal_share
-from perfcast_engine.ops.base import Op, Quick, Reads, Role, Split, by_mode, estimated, measured, rank_parts, require
+from perfcast_engine.answer import F64, Answer, Miss, Points, Source, Tier, choose
+from perfcast_engine.errors import InvalidField
+from perfcast_engine.interp.grid import Query
+from perfcast_engine.ops.base import Quick, Role, Split, memory_bound
+from perfcast_engine.ops.measured import Attention, Basis, Coord, Generation, Prefill, no_slice
+from perfcast_engine.quant import QuantMode
+from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
+from perfcast_engine.tables.table import Key, Table
 
-EXTRA_OVERHEAD = 1.1  # on the memory-bound steps around the kernel
+OVERHEAD = 1.1  # on the memory-bound steps around a kernel
+USUAL_HEAD_DIM = 128
+HEAD_DIMS = (64, 128, 192, 256, 512)
+# how well a backend's prefill kernel uses the GPU at these head sizes, relative to 128
+HEAD_DIM_RATIOS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        "trtllm": (0.58, 1.0, 1.10, 1.17, 1.20),
+        "sglang": (0.60, 1.0, 1.18, 1.32, 1.38),
+        "vllm": (0.60, 1.0, 1.27, 1.51, 1.60),
+    }
+)
+
+
+def head_dim_ratio(backend: str, head_dim: int) -> float:
+    """Utilisation at ``head_dim`` relative to 128; 1 for a backend that nobody measured."""
+    ratios = HEAD_DIM_RATIOS.get(backend)
+    return 1.0 if ratios is None else float(np.interp(math.log2(head_dim), np.log2(HEAD_DIMS), ratios))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextAttention(Op):
-    """Causal attention of the new tokens over prefix and themselves, with rotary embedding and cache write.
+class _Dense(Attention):
+    """``window``: sliding window in tokens, 0 for full attention; ``lanes``: kernels in order of preference, the table
+    has rows of each (``tables.lanes.lane_order``)."""
 
-    ``window``: sliding window in tokens, 0 for full attention; ``cp``: context-parallel GPUs that share the sequence;
-    ``lanes``: kernels in order of preference (``tables.lanes.lane_order``).
-    """
-
-    heads: int
     kv_heads: int
     head_dim: int
-    kv_quant: str
-    fmha_quant: str
     window: int = 0
-    qk_norm: bool = False
-    cp: int = 1
     lanes: tuple[str, ...] = ("default",)
     role: Role = Role.ATTENTION
 
-    reads: ClassVar[Reads] = Reads.SEQUENCE
-
-    def __post_init__(self) -> None:
-        require(self, heads=1, kv_heads=1, head_dim=1, window=0, cp=1)
-        quant.mode(quant.KV_CACHE, self.kv_quant, "kv_quant")
-        quant.mode(quant.FMHA, self.fmha_quant, "fmha_quant")
+    positive = ("heads", "kv_heads", "head_dim", "cp")
 
     @property
-    def _kv_heads(self) -> int:
+    @abstractmethod
+    def group(self) -> tuple[Key, ...]:
+        """The key between lane and head size."""
+
+    @property
+    def grouped(self) -> int:
+        """KV heads as tables key them: 0 where every query head has its own."""
         return 0 if self.kv_heads == self.heads else self.kv_heads
 
-    def _roofline(self, db: Database, head_dim: int, window: int) -> ContextRoofline:
-        kv, fmha = quant.KV_CACHE[self.kv_quant], quant.FMHA[self.fmha_quant]
-        return ContextRoofline(db.system, fmha, kv, self._kv_heads, head_dim, window)
+    @cached_property
+    def shape(self) -> tuple[Hashable, ...]:
+        return self.lanes, *self.group, self.head_dim, self.window
+
+    def key(self, db: Database) -> tuple[Key, ...]:
+        """Of the first of ``lanes`` that holds the slice, else of the table's first lane that does."""
+        table = db.table(self.table)
+        held = (lane for lane in (*self.lanes, *_others(table, self.lanes)) if self._at(table, lane))
+        lane = next(held, None)
+        if lane is None:
+            raise no_slice(table, self._key(table.children()[0]))
+        return self._key(lane)
+
+    def _key(self, lane: Key) -> tuple[Key, ...]:
+        return lane, *self.group, self.head_dim, self.window
+
+    def _at(self, table: Table, lane: Key) -> bool:
+        return table.rows(*self._key(lane)) is not None
+
+    def basis(self, db: Database) -> Basis:
+        """Its own slice, else that of the nearest head size; of its window first, then of full attention."""
+        return db.kept((type(self), "basis", self.shape), lambda: self._basis(db))
+
+    def _basis(self, db: Database) -> Basis:
+        for window in dict.fromkeys((self.window, 0)):
+            near = replace(self, window=window)
+            own = Attention.basis(near, db)
+            if own.util is not None:
+                return own
+            borrowed = near._borrowed(db) if Tier.XSHAPE in db.policy else None
+            if borrowed is not None:
+                return borrowed
+        return Basis(None)
+
+    def _borrowed(self, db: Database) -> Basis | None:
+        table = db.find(self.table)
+        if table is None:
+            return None
+        for lane in (*self.lanes, *sorted(_others(table, self.lanes))):
+            sizes = [int(size) for size in table.children(lane, *self.group) if size != 0]
+            if not sizes:
+                continue
+            near = min(sizes, key=lambda size: abs(math.log(size / self.head_dim)))
+            near = USUAL_HEAD_DIM if USUAL_HEAD_DIM in sizes else near
+            donor = replace(self, head_dim=near, lanes=(lane,))
+            if donor._at(table, lane):
+                util = Attention.basis(donor, db).util
+                if util is not None:
+                    return Basis(util, Tier.XSHAPE, self.relative_util(db.backend, near))
+        return None
+
+    def relative_util(self, backend: str, head_dim: int) -> float:
+        """Utilisation relative to that at another head size."""
+        return 1.0
+
+
+def _others(table: Table, lanes: tuple[str, ...]) -> list[str]:
+    """The table's lanes beside ``lanes``, in order of first appearance."""
+    return [str(lane) for lane in table.children() if lane not in lanes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextAttention(_Dense, Prefill):
+    """Causal attention of the new tokens over prefix and themselves, with rotary embedding and cache write."""
+
+    qk_norm: bool = False
+
+    table = "context_attention"
+
+    @property
+    def group(self) -> tuple[Key, ...]:
+        return self.fmha_quant, self.kv_quant, self.grouped
+
+    def roofline(self, system: SystemSpec, n: Coord, s: Coord, b: Coord, prefix: Coord = 0.0) -> Split:
+        new, h, fmha = s - prefix, self.head_dim, quant.FMHA[self.fmha_quant]
+        area = (s * s - prefix * prefix) / 2
+        if self.window > 0:
+            area = np.where(s > self.window, new * self.window, area)
+        flops = 4 * b * area * n * h
+        cached = quant.KV_CACHE[self.kv_quant].bytes * b * 2 * (self.grouped or n) * s * h
+        moved = 2 * b * (2 * n * new * h) + cached
+        return Split.of(flops / system.rate(fmha) * 1000, system.memory_sol_ms(moved))
 
     def _extra_ms(self, db: Database) -> float:
         """Rotary embedding, cache write and norms of q and k, which the kernel's measurement leaves out."""
@@ -61,160 +157,87 @@ class ContextAttention(Op):
         extra = 2 * cost(2 * q + 2 * k) + 2 * cost(k * quant.FMHA[self.fmha_quant].bytes)
         if self.qk_norm:
             extra += 2 * (2 * cost(2 * q) + 2 * cost(2 * k))
-        return EXTRA_OVERHEAD * extra
+        return OVERHEAD * extra
 
     def sol(self, db: Database, at: Points) -> Split:
-        roofline = self._roofline(db, self.head_dim, self.window)
-        out = Split.memory(np.full(len(at), self._extra_ms(db)))
-        for part in rank_parts(at, self.cp):
-            out = out.plus(roofline.split(self.heads, part.s + part.prefix, part.batch, part.prefix))
-        return out.scaled(at.imbalance)
-
-    def _kernels(self, db: Database) -> Kernels:
-        return Kernels(
-            "context_attention",
-            self.lanes,
-            (self.fmha_quant, self.kv_quant, self._kv_heads),
-            self.head_dim,
-            self.window,
-            lambda head_dim, window: self._roofline(db, head_dim, window),
-            sqrt_axis=1,
-        )
+        extra = Split.memory(np.full(len(at), self._extra_ms(db)))
+        return super().sol(db, at).plus(extra).scaled(at.imbalance)
 
     def price(self, db: Database, at: Points) -> Answer:
-        db.system.rate(quant.FMHA[self.fmha_quant])
-        parts = [self._kernel(db, part) for part in rank_parts(at, self.cp)]
         source = Source.SOL if db.mode is Mode.SOL else Source.EMPIRICAL
-        parts.append(Answer.of(np.full(len(at), self._extra_ms(db)), source))
-        return total(parts, len(at)).scaled(at.imbalance)
+        extra = Answer.of(np.full(len(at), self._extra_ms(db)), source)
+        return (super().price(db, at) + extra).scaled(at.imbalance)
 
-    def _kernel(self, db: Database, at: Points) -> Answer:
-        heads = float(self.heads)
-
-        def sol(part: Points) -> F64:
-            roofline = self._roofline(db, self.head_dim, self.window)
-            return roofline.split(heads, part.s + part.prefix, part.batch, part.prefix).time
-
-        def silicon(part: Points) -> Answer:
-            full = part.s + part.prefix
-            surface = self._kernels(db).measured(db)
-            answer = measured(surface, (heads, full, part.batch), self.name, ("num_heads", "isl", "batch_size"))
-            return answer.scaled(causal_share(full, part.prefix))
-
-        def empirical(part: Points) -> Answer:
-            basis = self._kernels(db).basis(db)
-            k = head_dim_ratio(db.backend, self.head_dim) / head_dim_ratio(db.backend, basis.head_dim)
-            query = heads, part.s + part.prefix, part.batch
-            return estimated(basis.util, query, sol(part), self.name, basis.tier, k)
-
-        return by_mode(db, at, silicon=silicon, empirical=empirical, sol=sol)
+    def relative_util(self, backend: str, head_dim: int) -> float:
+        return head_dim_ratio(backend, self.head_dim) / head_dim_ratio(backend, head_dim)
 
     def terms_source(self, db: Database) -> Source:
         return Source.MIXED  # the measured kernel and the steps around it
 
-    def terms(self, db: Database) -> tuple[Term, ...] | None:
-        if not db.mode.shared:
-            return None
-        db.system.rate(quant.FMHA[self.fmha_quant])
-        blend = self._kernels(db).measured(db).blend(float(self.heads))
-        return None if blend is None else (Causal(blend, self.scale, self._extra_ms(db), self.cp),)
+    def term(self, db: Database, blend: Blend) -> Term:
+        return Causal(blend, self.scale, self._extra_ms(db), self.cp)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationAttention(Op):
-    """Attention of one new token per request over its cache; fields as in ``ContextAttention``."""
+class GenerationAttention(_Dense, Generation):
+    """Attention of one new token per request over its cache, the mean over lengths around the asked one."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    kv_quant: str
-    window: int = 0
-    lanes: tuple[str, ...] = ("default",)
-    role: Role = Role.ATTENTION
-
-    reads: ClassVar[Reads] = Reads.SEQUENCE
-
-    def __post_init__(self) -> None:
-        require(self, heads=1, kv_heads=1, head_dim=1, window=0)
-        quant.mode(quant.KV_CACHE, self.kv_quant, "kv_quant")
+    table = "generation_attention"
+    clamp = True
 
     @property
-    def _kv_heads(self) -> int:
-        return 0 if self.kv_heads == self.heads else self.kv_heads
+    def group(self) -> tuple[Key, ...]:
+        return self.kv_quant, self.grouped
 
-    def _roofline(self, db: Database, head_dim: int, window: int) -> GenerationRoofline:
-        return GenerationRoofline(db.system, quant.KV_CACHE[self.kv_quant], self._kv_heads, head_dim, window)
+    def roofline(self, system: SystemSpec, n: Coord, b: Coord, s: Coord) -> Split:
+        h, kv_heads = self.head_dim, self.grouped or n
+        length = s - 1 if self.window == 0 else np.minimum(s - 1, self.window)
+        moved = b * (4 * n * h + 2 * kv_heads * length * h * quant.KV_CACHE[self.kv_quant].bytes)
+        (rate,) = self.rates(system)
+        return Split.of(4 * b * n * h * length / rate * 1000, system.memory_sol_ms(moved))
 
     def sol(self, db: Database, at: Points) -> Split:
-        roofline = self._roofline(db, self.head_dim, self.window)
-        return roofline.split(self.heads, at.batch, at.s).scaled(at.imbalance)
-
-    def _kernels(self, db: Database) -> Kernels:
-        return Kernels(
-            "generation_attention",
-            self.lanes,
-            (self.kv_quant, self._kv_heads),
-            self.head_dim,
-            self.window,
-            lambda head_dim, window: self._roofline(db, head_dim, window),
-            clamp=True,
-        )
+        return super().sol(db, at).scaled(at.imbalance)
 
     def price(self, db: Database, at: Points) -> Answer:
-        roofline = self._roofline(db, self.head_dim, self.window)
-        roofline.rate()
+        return super().price(db, at).scaled(at.imbalance)
 
-        def sol(part: Points) -> F64:
-            return roofline.split(self.heads, part.batch, part.s).time
-
-        def empirical(part: Points) -> Answer:
-            basis = self._kernels(db).basis(db)
-            query = float(self.heads), part.batch, part.s
-            return estimated(basis.util, query, sol(part), self.name, basis.tier)
-
-        answer = by_mode(db, at, silicon=lambda part: self._silicon(db, part), empirical=empirical, sol=sol)
-        return answer.scaled(at.imbalance)
-
-    def _silicon(self, db: Database, at: Points) -> Answer:
-        """The mean over the lengths around the asked one: tabulated inside of the measurements, sampled outside."""
-        surface = self._kernels(db).measured(db)
-        means = self._means(db, surface)
-        if means is None or surface.grid.power is not None:
-            return self._sampled(surface, at)
+    def silicon(self, db: Database, at: Points) -> Answer:
+        """Tabulated inside of the measurements, sampled outside."""
+        means = self._means(db)
+        if means is None or self.slice(db).surface(db).grid.power is not None:
+            return self._sampled(db, at)
         ms = means.at(at.batch, at.s)
         gone = np.isnan(ms)
-        return choose(
-            gone, lambda some: self._sampled(surface, some), lambda _: Answer.of(ms[~gone], Source.SILICON), at
-        )
+        return choose(gone, lambda some: self._sampled(db, some), lambda _: Answer.of(ms[~gone], Source.SILICON), at)
 
-    def _means(self, db: Database, surface: Surface) -> Averaged | None:
+    def _means(self, db: Database) -> Averaged | None:
         """None where nothing was measured at such head counts."""
+        surface = self.slice(db).surface(db)
 
         def build() -> Averaged | None:
-            blend = surface.blend(float(self.heads))
+            blend = surface.blend(*self.lead)
             return None if blend is None else Averaged(blend.parts[0][1], decode_lengths)
 
         return db.kept(("decode", surface, self.heads), build)
 
-    def _sampled(self, surface: Surface, at: Points) -> Answer:
-        lengths = decode_lengths(at.s)
-        query = float(self.heads), np.tile(at.batch, SAMPLES), lengths.ravel()
-        each = measured(surface, query, self.name, ("num_heads", "batch_size", "seq"))
-        return _mean(each, len(at))
+    def _sampled(self, db: Database, at: Points) -> Answer:
+        each = at.with_(batch=np.tile(at.batch, SAMPLES), s=decode_lengths(at.s).ravel())
+        return _mean(super().silicon(db, each), len(at))
 
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         if not db.mode.shared:
             return None
-        self._roofline(db, self.head_dim, self.window).rate()
-        means = self._means(db, self._kernels(db).measured(db))
+        self.rates(db.system)
+        means = self._means(db)
         return None if means is None else (DecodeMean(means, self.scale),)
 
     def outside(self, db: Database) -> Quick:
-        surface, heads = self._kernels(db).measured(db), float(self.heads)
+        surface = self.slice(db).surface(db)
 
         def ms(batch: float, s: float, prefix: float) -> float:
             lengths = decode_lengths(np.array([float(s)])).ravel()
-            each = surface.at(heads, np.full(SAMPLES, float(batch)), lengths).ms
+            each = surface.at(*self.lead, np.full(SAMPLES, float(batch)), lengths).ms
             return float(each.sum()) / SAMPLES * self.scale
 
         return ms
@@ -230,3 +253,51 @@ def _mean(each: Answer, n: int) -> Answer:
         each.energy.reshape(SAMPLES, n).sum(axis=0) / SAMPLES,
         misses,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderAttention(Attention):
+    """Full attention of s patches in each of batch images. ``partial_rotary``: share of a head that is rotated."""
+
+    head_dim: int
+    fmha_quant: str = "bfloat16"
+    partial_rotary: float = 0.0
+
+    positive = ("heads", "head_dim")
+    table = "encoder_attention"
+    sqrt_axis = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fmha_quant != "bfloat16":
+            raise InvalidField("fmha_quant", f"encoder attention knows bfloat16 only, not {self.fmha_quant!r}")
+
+    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
+        return (quant.FMHA[self.fmha_quant],)
+
+    def key(self, db: Database) -> tuple[Key, ...]:
+        return self.fmha_quant, self.head_dim
+
+    def coords(self, at: Points) -> Query:
+        return at.s, at.batch
+
+    def roofline(self, system: SystemSpec, n: Coord, s: Coord, b: Coord) -> Split:
+        moved = 2 * b * (4 * n * s * self.head_dim)
+        (rate,) = self.rates(system)
+        return Split.of(4 * b * s * s * n * self.head_dim / rate * 1000, system.memory_sol_ms(moved))
+
+    def _rotary_bytes(self, at: Points) -> F64:
+        return 4.0 * self.heads * self.head_dim * at.batch * at.s
+
+    def sol(self, db: Database, at: Points) -> Split:
+        rotary = Split.memory(db.system.memory_sol_ms(self._rotary_bytes(at)))
+        return super().sol(db, at).plus(rotary.scaled(OVERHEAD * 2 * self.partial_rotary))
+
+    def price(self, db: Database, at: Points) -> Answer:
+        answer = super().price(db, at)
+        if self.partial_rotary == 0:
+            return answer
+        return answer + memory_bound(db, self._rotary_bytes(at)).scaled(OVERHEAD * 2 * self.partial_rotary)
+
+    def terms(self, db: Database) -> None:
+        return None

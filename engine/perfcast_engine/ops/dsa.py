@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar
 
 import numpy as np
 from perfcast_surface.terms import Term
 
 from perfcast_engine import quant
-from perfcast_engine.answer import F64, Answer, Points, Source
+from perfcast_engine.answer import Answer, Points, Source, total
 from perfcast_engine.errors import InvalidField, PerfDataMissing
-from perfcast_engine.interp.surface import Surface
-from perfcast_engine.ops.base import Split, by_mode, no_basis, require
-from perfcast_engine.ops.context_parallel import all_gather, chunk_of, dsa_delta
-from perfcast_engine.ops.sparse import BucketedModule, causal_pairs
+from perfcast_engine.ops.base import Split
+from perfcast_engine.ops.indexer import all_gather, chunk_of, dsa_delta
+from perfcast_engine.ops.measured import Attention, Coord
+from perfcast_engine.ops.sparse import BF16, BucketedModule, causal_pairs
+from perfcast_engine.quant import QuantMode
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
 from perfcast_engine.tables.table import Key
-
-BF16 = quant.FMHA["bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +50,13 @@ class DsaShape:
         """Bytes of one entry of the indexer cache: fp8 values and their scales."""
         return self.index_head_dim + 4 * -(-self.index_head_dim // 128)
 
-    def weights(self, heads: F64 | float) -> F64 | float:
+    def weights(self, heads: Coord) -> Coord:
         """Elements of all projections, the indexer included."""
         shared = self.hidden * (self.q_lora_rank + self.latent + self.index_head_dim + self.index_heads)
         shared += self.q_lora_rank * self.index_heads * self.index_head_dim
         return shared + heads * (self.q_lora_rank * self.qk_head_dim + self.v_head_dim * self.hidden)
 
-    def gemm_flops(self, tokens: F64, heads: F64 | float) -> F64:
+    def gemm_flops(self, tokens: Coord, heads: Coord) -> Coord:
         """All projections and the absorbed products of ``tokens``."""
         absorbed = heads * self.kv_lora_rank * (self.nope_head_dim + self.v_head_dim)
         return 2 * tokens * (self.weights(heads) + absorbed)
@@ -76,82 +74,56 @@ KERNELS = {"DeepseekV32ForCausalLM": "dsv32"}  # tables of kernels measured alon
 @dataclass(frozen=True, kw_only=True)
 class _Dsa(BucketedModule):
     """What both phases share. full_fraction: share of the layers that compute their own top-k index, the others reuse
-    it; projection_quants: (q, kv, o, indexer) modes of the resident weights, ``gemm_quant`` for all when None."""
+    it (``skip``: priced as one of the others); projection_quants: (q, kv, o, indexer) modes of the resident weights,
+    ``gemm_quant`` for all when None."""
 
     architecture: str
     index_topk: int = 2048
     full_fraction: float = 1.0
     projection_quants: tuple[str, str, str, str] | None = None
+    skip: bool = False
 
-    span_without_anchor: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, index_topk=1, full_fraction=0)
+    positive = ("heads", "index_topk")
+    span_without_anchor = True
 
     @property
-    def shape(self) -> DsaShape:
+    def dims(self) -> DsaShape:
         """Constants of the architecture; those of DeepSeek-V3.2 for one that is not listed."""
         return SHAPES.get(self.architecture, SHAPES["DeepseekV32ForCausalLM"])
 
     @property
-    def shapes(self) -> tuple[Hashable, ...]:
-        return (self.index_topk,)
+    def table(self) -> str:
+        return f"dsa_{self.phase}_skip" if self.skip else f"dsa_{self.phase}"
+
+    def kinds(self, db: Database) -> list[tuple[_Dsa, float]]:
+        """Layers with an index of their own and layers that reuse one, with their shares; all of the first kind where
+        the phase was never measured otherwise (spec/04 3.6)."""
+        reusing, share = replace(self, skip=True), self.full_fraction
+        told_apart = db.mode is Mode.SOL or db.find(reusing.table) is not None
+        return [(self, share), (reusing, 1 - share)] if share < 1 and told_apart else [(self, 1.0)]
 
     def price(self, db: Database, at: Points) -> Answer:
-        return self.blended(db, lambda skip: self.layer(db, at, skip, "trtllm"))
+        return total((kind.layer(db, at).scaled(share) for kind, share in self.kinds(db)), len(at))
+
+    def layer(self, db: Database, at: Points) -> Answer:
+        """One layer of its kind."""
+        return super().price(db, at)
 
     def sol(self, db: Database, at: Points) -> Split:
-        def split(skip: bool) -> Split:
-            return self.roofline(db.system, skip, float(self.heads), *self.coords(at))
-
-        share = self.full_fraction
-        return split(False) if share >= 1 else split(False).scaled(share).plus(split(True).scaled(1 - share))
-
-    def blended(self, db: Database, layer: Callable[[bool], Answer]) -> Answer:
-        """Layers with an index of their own and layers that reuse one, as their shares demand; all of the first kind
-        where the phase was never measured otherwise (spec/04 3.6)."""
-        share = self.share(db)
-        full = layer(False)
-        return full if share >= 1 else full.scaled(share) + layer(True).scaled(1 - share)
-
-    def share(self, db: Database) -> float:
-        """The share of layers that are priced with an index of their own."""
-        told_apart = db.mode is Mode.SOL or db.find(f"{self.table}_skip") is not None
-        return self.full_fraction if told_apart else 1.0
+        first, *others = (kind.split(db.system, at).scaled(share) for kind, share in self.kinds(db.in_mode(Mode.SOL)))
+        return first.plus(others[0]) if others else first
 
     def terms(self, db: Database) -> tuple[Term, ...] | None:
-        return self.terms_of(self._layers(db)) if db.mode.shared else None
-
-    def _layers(self, db: Database) -> list[tuple[Surface, float]]:
-        """What was measured of each kind of layer, with the share of layers of that kind."""
-        self.rates(db.system)
-        share = self.share(db)
-        full = (self.surface(db, False, "trtllm"), min(share, 1.0))
-        return [full] if share >= 1 else [full, (self.surface(db, True, "trtllm"), 1 - share)]
-
-    def layer(self, db: Database, at: Points, skip: bool, bucket: str) -> Answer:
-        """One layer that computes (or, ``skip``, reuses) its index."""
-        self.rates(db.system)
-
-        def empirical(at: Points) -> Answer:
-            try:
-                surface = self.surface(db, skip, bucket)
-            except PerfDataMissing as error:
-                raise no_basis(self.name) from error
-            own = self.own_surface(db, surface)
-            return self.estimate(db, surface, at, (float(self.heads),)) if own is None else self.estimate(db, own, at)
-
-        return by_mode(
-            db,
-            at,
-            silicon=lambda at: self.silicon(db, at, skip, bucket),
-            empirical=empirical,
-            sol=lambda at: self.roofline(db.system, skip, float(self.heads), *self.coords(at)).time,
-        )
+        terms: list[Term] = []
+        for kind, share in self.kinds(db):
+            own = Attention.terms(replace(kind, scale=kind.scale * share), db)
+            if own is None:
+                return None
+            terms += own
+        return tuple(terms)
 
     def weight_bytes(self) -> float:
-        m, n = self.shape, self.heads
+        m, n = self.dims, self.heads
         modes = self.projection_quants or (self.gemm_quant,) * 4
         q, kv, o, indexer = (quant.mode(quant.GEMM, mode, "projection_quants").bytes for mode in modes)
         return self.scale * (
@@ -168,19 +140,21 @@ class DsaContext(_Dsa):
 
     cp: int = 1
 
-    context: ClassVar[bool] = True
-    table: ClassVar[str] = "dsa_context"
+    context = True
 
     @property
-    def key(self) -> tuple[Key, ...]:
+    def head(self) -> tuple[Key, ...]:
         return self.fmha_quant, self.kv_quant, self.gemm_quant, self.architecture
 
-    def roofline(self, system: SystemSpec, skip: bool, n: F64 | float, *coords: F64) -> Split:
-        prefix, s, batch = coords
-        m, topk = self.shape, self.index_topk
+    @property
+    def bucket(self) -> str:
+        return "trtllm" if self.cp <= 1 else "flashmla_kv"
+
+    def roofline(self, system: SystemSpec, n: Coord, prefix: Coord, s: Coord, batch: Coord) -> Split:
+        m, topk = self.dims, self.index_topk
         gemm_bytes, fmha_bytes, kv_bytes = self.widths
         tokens, total = batch * s, s + prefix
-        searched = np.where(total <= topk, 0.0, 0.0 if skip else 1.0)
+        searched = np.where(total <= topk, 0.0, 0.0 if self.skip else 1.0)
         index = searched * 2 * tokens * m.index_heads * m.index_head_dim * total
         attention = 2 * n * (m.latent + m.kv_lora_rank) * causal_pairs(batch, s, prefix, topk)
         moved = m.weights(n) * gemm_bytes + batch * n * np.minimum(total, topk) * m.latent * kv_bytes
@@ -197,20 +171,19 @@ class DsaContext(_Dsa):
             raise InvalidField("cp", "a context-parallel module exports no roofline split; ask for one GPU")
         return super().sol(db, at)
 
-    def price(self, db: Database, at: Points) -> Answer:
-        return super().price(db, at) if self.cp <= 1 else self.blended(db, lambda skip: self._shared(db, at, skip))
-
     def evaluate(self, db: Database, at: Points) -> Answer:
         # the deltas of context parallelism may make a sum negative; the reference lets it stand
         return super().evaluate(db, at) if self.cp <= 1 else self.price(db, at).scaled(self.scale)
 
-    def _shared(self, db: Database, at: Points, skip: bool) -> Answer:
-        """A rank's tokens, its share of the indexer, and the gathers (spec/04 section 9)."""
-        m, elements = self.shape, at.batch * at.s
+    def layer(self, db: Database, at: Points) -> Answer:
+        """Under context parallelism: a rank's tokens, its share of the indexer, and the gathers (spec/04 section 9)."""
+        if self.cp <= 1:
+            return super().layer(db, at)
+        m, elements = self.dims, at.batch * at.s
         # before all else, as in the reference: kernels that were never measured alone are told first
-        delta = dsa_delta(db, KERNELS.get(self.architecture, "glm5"), self.heads, self.cp, at, skip)
-        answer = self.layer(db, at.with_(s=chunk_of(at.s, self.cp)), skip, "flashmla_kv") + delta
-        if not skip:
+        delta = dsa_delta(db, KERNELS.get(self.architecture, "glm5"), self.heads, self.cp, at, self.skip)
+        answer = super().layer(db, at.with_(s=chunk_of(at.s, self.cp))) + delta
+        if not self.skip:
             answer += all_gather(db, self.cp, elements * m.index_head_dim)
         answer += all_gather(db, self.cp, elements * m.latent)
         return answer.tagged(Source.ESTIMATED)
@@ -220,25 +193,23 @@ class DsaContext(_Dsa):
 class DsaGeneration(_Dsa):
     """Decode; all its rows are measured with ``fmha_quant`` bfloat16."""
 
-    context: ClassVar[bool] = False
-    table: ClassVar[str] = "dsa_generation"
+    context = False
 
     @property
-    def key(self) -> tuple[Key, ...]:
+    def head(self) -> tuple[Key, ...]:
         return self.kv_quant, self.gemm_quant, self.architecture
 
-    def rates(self, system: SystemSpec) -> tuple[float, float, float]:
-        gemm_rate, _, index_rate = super().rates(system)
-        return gemm_rate, system.rate(BF16), index_rate
+    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
+        gemm, _, index = super().computes(system)
+        return gemm, BF16, index
 
-    def surface(self, db: Database, skip: bool, bucket: str) -> Surface:
+    def key(self, db: Database) -> tuple[Key, ...]:
         if self.fmha_quant != BF16.name:
             raise PerfDataMissing(f"decode of {self.table} was measured with fmha_quant bfloat16 only", op=self.name)
-        return super().surface(db, skip, bucket)
+        return super().key(db)
 
-    def roofline(self, system: SystemSpec, skip: bool, n: F64 | float, *coords: F64) -> Split:
-        batch, s = coords
-        m = self.shape
+    def roofline(self, system: SystemSpec, n: Coord, batch: Coord, s: Coord) -> Split:
+        m = self.dims
         gemm_bytes, _, kv_bytes = self.widths
         attended = np.minimum(s, m.index_topk)
         index = 2 * batch * m.index_heads * m.index_head_dim * s

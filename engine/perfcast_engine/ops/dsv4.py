@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
-from perfcast_surface.blend import Held
-from perfcast_surface.terms import Decode, Prefixed, Term
+from perfcast_surface.blend import Blend, Held
+from perfcast_surface.terms import Term
 
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source
-from perfcast_engine.errors import InvalidField, PerfDataMissing
-from perfcast_engine.interp.surface import Surface
-from perfcast_engine.ops.base import by_mode, measured, no_basis, no_slice, require, slice_of
-from perfcast_engine.ops.context_parallel import all_gather, chunk_of, csa_delta
-from perfcast_engine.ops.sparse import FP8, SparseModule
-from perfcast_engine.ops.topk_calibration import topk_excess
+from perfcast_engine.errors import InvalidField
+from perfcast_engine.ops.base import Op, Split
+from perfcast_engine.ops.indexer import all_gather, chunk_of, csa_delta, topk_excess
+from perfcast_engine.ops.measured import Coord, decode_quant, no_slice
+from perfcast_engine.ops.sparse import BF16, FP8, SparseModule
 from perfcast_engine.quant import QuantMode
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key
 
 COMPRESSION = {"csa": 4, "hca": 128}  # tokens that share one cache entry
-BF16 = quant.FMHA["bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +46,11 @@ class _Dsv4(SparseModule):
     o_groups: int
     correct_topk: bool = True
 
-    phase: ClassVar[str]
-    score_variant: ClassVar[str]  # of the top-k calibration
+    positive = ("heads", "native_heads", "tp", "hidden", "head_dim")
+    beside_shape = Op.beside_shape | {"cp"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, native_heads=1, tp=1, hidden=1, q_lora_rank=0, o_lora_rank=0, head_dim=1, rope_head_dim=0)
-        require(self, index_heads=0, index_head_dim=0, index_topk=0, window=0, o_groups=0)
         if self.kind not in COMPRESSION:
             raise InvalidField("kind", f"one of {', '.join(COMPRESSION)}, not {self.kind!r}")
 
@@ -66,90 +60,52 @@ class _Dsv4(SparseModule):
         return self.kind == "csa"
 
     @property
-    @abstractmethod
-    def key(self) -> tuple[Key, ...]:
-        """The table key above the heads."""
+    def table(self) -> str:
+        return f"dsv4_{self.kind}_{self.phase}_module"
 
-    @abstractmethod
+    @property
+    def head(self) -> tuple[Key, ...]:
+        """The key above the heads."""
+        return (self.fmha_quant, self.kv_quant, self.gemm_quant)[0 if self.context else 1 :]
+
+    @property
+    def lead(self) -> tuple[float, ...]:
+        return ()
+
+    def key(self, db: Database) -> tuple[Key, ...]:
+        """Of the nearest measured head counts: of the model, then of a GPU."""
+        table = db.table(self.table)
+        if table.rows(*self.head) is None:
+            raise no_slice(table, self.head)
+        native = _measured_heads(table.children(*self.head), self.native_heads)
+        local = _measured_heads(table.children(*self.head, native), self.heads)
+        return *self.head, native, local, COMPRESSION[self.kind]
+
     def attention(self, system: SystemSpec) -> QuantMode:
         """What attention computes in."""
+        return quant.FMHA[self.fmha_quant] if self.context else decode_quant(system, self.kv_quant)
 
-    @abstractmethod
-    def roofline(self, system: SystemSpec, *coords: F64) -> F64:
-        """ms at coordinates of the table."""
+    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
+        """Of projections, attention, the fp8 indexer, and what stays in bfloat16."""
+        return quant.GEMM[self.gemm_quant], self.attention(system), FP8, BF16
 
-    def price(self, db: Database, at: Points) -> Answer:
-        self.rates(db.system)
-        return by_mode(
-            db,
-            at,
-            silicon=lambda at: self._silicon(db, at),
-            empirical=lambda at: self._empirical(db, at),
-            sol=lambda at: self.roofline(db.system, *self.coords(at)),
-        )
-
-    def _silicon(self, db: Database, at: Points) -> Answer:
-        answer = measured(self._surface(db), self.coords(at), self.name, self.axes)
-        excess = self._excess(db)
+    def silicon(self, db: Database, at: Points) -> Answer:
+        answer, excess = super().silicon(db, at), self._excess(db)
         if excess is None:
             return answer
-        if self.context:
-            off = excess.at(at.batch, at.s, at.prefix)
-        else:
-            off = excess.at(at.batch, np.ones(len(at)), np.maximum(at.s - 1, 0))
-        return replace(answer, ms=np.maximum(answer.ms - off, 0.0))
+        new, past = (at.s, at.prefix) if self.context else (np.ones(len(at)), np.maximum(at.s - 1, 0))
+        return replace(answer, ms=np.maximum(answer.ms - excess.at(at.batch, new, past), 0.0))
 
     def _excess(self, db: Database) -> Held | None:
-        wanted = self.learned and self.correct_topk
-        return topk_excess(db, self.native_heads, self.score_variant) if wanted else None
-
-    def terms(self, db: Database) -> tuple[Term, ...] | None:
-        if not db.mode.shared:
+        if not (self.learned and self.correct_topk):
             return None
-        self.rates(db.system)
-        blend = self._surface(db).blend()
-        kind = Prefixed if self.context else Decode
-        return None if blend is None else (kind(blend, self.scale, self._excess(db)),)
+        return topk_excess(db, self.native_heads, "v1" if self.context else "v2")
 
-    def _empirical(self, db: Database, at: Points) -> Answer:
-        try:
-            surface = self._surface(db)
-        except PerfDataMissing as error:
-            raise no_basis(self.name) from error
-        return self.estimate(db, surface, at)
+    def term(self, db: Database, blend: Blend) -> Term:
+        return replace(super().term(db, blend), excess=self._excess(db))  # type: ignore[type-var]
 
-    def _surface(self, db: Database) -> Surface:
-        """The rows of the nearest measured head counts: of the model, then of a GPU."""
-        name = f"dsv4_{self.kind}_{self.phase}_module"
-
-        def choose() -> tuple[Key, ...]:
-            table = db.table(name)
-            if table.rows(*self.key) is None:
-                raise no_slice(table, self.key)
-            native = _measured_heads(table.children(*self.key), self.native_heads)
-            local = _measured_heads(table.children(*self.key, native), self.heads)
-            return (*self.key, native, local, COMPRESSION[self.kind])
-
-        key = db.kept(("heads", name, self.key, self.native_heads, self.heads), choose)
-        return slice_of(db, name, key, lambda *c: self.roofline(db.system, *c), also=self._shapes)
-
-    @cached_property
-    def _shapes(self) -> tuple[Hashable, ...]:
-        """What the roofline depends on."""
-        other = {"name", "scale", "role", "architecture", "native_heads", "tp", "cp", "correct_topk"}
-        return tuple(getattr(self, field.name) for field in fields(self) if field.name not in other)
-
-    def rates(self, system: SystemSpec) -> tuple[float, float, float, float]:
-        """FLOP/s of (gemm, attention, fp8 indexer, bfloat16); SystemFlopsMissing where the system lacks one."""
-        return (
-            system.rate(quant.GEMM[self.gemm_quant]),
-            system.rate(self.attention(system)),
-            system.rate(FP8),
-            system.rate(BF16),
-        )
-
-    def times(self, system: SystemSpec, tokens: F64, batch: F64, length: F64, pairs: F64) -> F64:
-        """Roofline, ms, of ``tokens`` new tokens of ``batch`` requests of ``length`` tokens each that attend ``pairs``
+    def times(self, system: SystemSpec, tokens: Coord, batch: Coord, length: Coord, pairs: Coord) -> Split:
+        """Roofline of ``tokens`` new tokens of ``batch`` requests of ``length`` tokens each that attend ``pairs``
         (query, cache entry) pairs."""
         h, q, o, n, d = self.hidden, self.q_lora_rank, self.o_lora_rank, self.heads, self.head_dim
         groups, index_dims = max(1, self.o_groups), self.index_heads * self.index_head_dim
@@ -172,7 +128,7 @@ class _Dsv4(SparseModule):
             moved += batch * entries * self.index_head_dim / 2
         gemm_rate, attention_rate, index_rate, half_rate = self.rates(system)
         seconds = gemm / gemm_rate + half / half_rate + index / index_rate + 4 * n * d * pairs / attention_rate
-        return np.maximum(seconds * 1000, system.memory_sol_ms(weights + moved))
+        return Split.of(seconds * 1000, system.memory_sol_ms(weights + moved))
 
     def weight_bytes(self) -> float:
         h, q, n, d = self.hidden, self.q_lora_rank, self.heads, self.head_dim
@@ -193,19 +149,9 @@ class Dsv4Context(_Dsv4):
 
     cp: int = 1
 
-    context: ClassVar[bool] = True
-    phase: ClassVar[str] = "context"
-    score_variant: ClassVar[str] = "v1"
+    context = True
 
-    @property
-    def key(self) -> tuple[Key, ...]:
-        return self.fmha_quant, self.kv_quant, self.gemm_quant
-
-    def attention(self, system: SystemSpec) -> QuantMode:
-        return quant.FMHA[self.fmha_quant]
-
-    def roofline(self, system: SystemSpec, *coords: F64) -> F64:
-        prefix, s, batch = coords
+    def roofline(self, system: SystemSpec, prefix: Coord, s: Coord, batch: Coord) -> Split:
         ratio, total = COMPRESSION[self.kind], prefix + s
         ramp = np.clip(self.window - prefix, 0, s)
         windowed = ramp * prefix + ramp * (ramp + 1) / 2 + (s - ramp) * self.window
@@ -238,19 +184,9 @@ class Dsv4Context(_Dsv4):
 class Dsv4Generation(_Dsv4):
     """Decode; attention computes as the cache allows, not in ``fmha_quant``."""
 
-    context: ClassVar[bool] = False
-    phase: ClassVar[str] = "generation"
-    score_variant: ClassVar[str] = "v2"
+    context = False
 
-    @property
-    def key(self) -> tuple[Key, ...]:
-        return self.kv_quant, self.gemm_quant
-
-    def attention(self, system: SystemSpec) -> QuantMode:
-        return quant.FMHA["fp8"] if self.kv_quant == "fp8" and system.has_fp8_decode_attention else BF16
-
-    def roofline(self, system: SystemSpec, *coords: F64) -> F64:
-        batch, s = coords
+    def roofline(self, system: SystemSpec, batch: Coord, s: Coord) -> Split:
         length = np.maximum(s - 1, 0)
         entries = np.floor(length / COMPRESSION[self.kind])
         attended = np.minimum(entries, self.index_topk) if self.learned else entries

@@ -1,16 +1,19 @@
-"""What expert operators share: the layer on one rank, its roofline, its measured curves (spec/03 section 3)."""
+"""What expert operators share: the layer on one rank, its roofline, its measured curves, and what a layer without
+measurements of its own may borrow from (spec/03 section 3)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer
+from perfcast_engine.answer import F64, Answer, Tier
 from perfcast_engine.errors import PerfDataMissing
-from perfcast_engine.interp.surface import Surface
-from perfcast_engine.interp.util import UtilGrid
-from perfcast_engine.ops.base import Split, find_slice, measured, slice_of
+from perfcast_engine.interp.util import LogSpace
+from perfcast_engine.ops.base import Split
+from perfcast_engine.ops.measured import Basis, Slice
 from perfcast_engine.quant import MOE
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
@@ -18,6 +21,22 @@ from perfcast_engine.tables.table import Key
 
 STANDARD, LOW_LATENCY = "moe", "moe_low_latency"
 ANY_DISTRIBUTION = "uniform"  # stands in for a distribution that a quantisation was not measured under
+# Achieved share of the roofline by (bytes, compute) of a quantisation; a transfer between two is scaled by their ratio.
+EFFICIENCY: Mapping[tuple[float, float], float] = MappingProxyType(
+    {
+        (2.0, 1.0): 0.53,
+        (1.0, 1.0): 0.45,
+        (0.5625, 1.0): 0.07,
+        (0.5, 1.0): 0.07,
+        (1.0, 2.0): 0.40,
+        (0.5, 2.0): 0.15,
+        (1.0, 4.0): 0.30,
+        (0.5, 4.0): 0.23,
+        (0.5625, 4.0): 0.23,
+    }
+)
+OTHER_EFFICIENCY = 0.30
+FEATURES = 4  # of a shape: topk, experts, hidden, inter
 
 
 class Shape(NamedTuple):
@@ -52,47 +71,88 @@ class Layer(NamedTuple):
     gated: bool
 
     def roofline(self, system: SystemSpec, tokens: F64) -> Split:
-        quant = MOE[self.quant]
-        width, rate = quant.bytes, system.rate(quant)
-        return self.shape.roofline(tokens, self.gated, width, rate, system.mem_bw, self.shape.experts)
+        mode = MOE[self.quant]
+        return self.shape.roofline(tokens, self.gated, mode.bytes, system.rate(mode), system.mem_bw, self.shape.experts)
 
-    def key(self, db: Database, table: str) -> tuple[Key, ...]:
-        """The key in ``table``, under the distribution that stands in where the layer's own was not measured."""
+    def slice(self, db: Database, table: str, judged_as: str | None = None) -> Slice:
+        """Its curve in ``table``, under the distribution that stands in where its own was not measured, with the
+        roofline of quantisation ``judged_as`` (its own by default)."""
+        judged = self._replace(quant=judged_as or self.quant)
 
-        def build() -> tuple[Key, ...]:
+        def key() -> tuple[Key, ...]:
             found = db.find(table)
             named = found is not None and found.rows(self.quant, self.distribution) is not None
             return self.quant, self.distribution if named else ANY_DISTRIBUTION, *self.shape
 
-        return db.kept(("expert key", table, self), build)
-
-    def curve(self, db: Database, table: str) -> Surface:
-        """Latency over tokens; PerfDataMissing where the layer was not measured."""
-        system = db.system
-        return slice_of(db, table, self.key(db, table), lambda t: self.roofline(system, t).time, also=self.gated)
-
-    def samples(self, db: Database, table: str, under: str | None = None) -> UtilGrid | None:
-        """Utilisation over tokens, by the roofline of quantisation ``under`` (its own by default)."""
-        system, judged = db.system, self._replace(quant=under or self.quant)
-        surface = find_slice(
-            db, table, self.key(db, table), lambda t: judged.roofline(system, t).time, also=(self.gated, judged.quant)
-        )
-        return None if surface is None else surface.util
+        whole = db.kept(("expert key", table, self), key)
+        return Slice(table, whole, lambda t: judged.roofline(db.system, t).time, also=(self.gated, judged.quant))
 
 
-def token_curve(curve: Surface, tokens: F64, what: str) -> Answer:
+def token_curve(db: Database, curve: Slice, tokens: F64, what: str) -> Answer:
     """The measured latency at each token count. A curve of one point says nothing about fewer tokens."""
-    answer = measured(curve, (tokens,), what, ("tokens",))
-    if len(curve.grid) == 1:
-        only = float(curve.grid.floats[0][0])
-        below = tokens < only
-        if below.any():
-            answer.ms[below] = np.nan
-            answer.energy[below] = np.nan
-            answer.misses.append((below, PerfDataMissing(f"{what}: measured at {only:g} tokens only", op=what)))
+    answer = curve.measured(db, (tokens,), what)
+    measured = curve.surface(db).grid.floats[0]
+    below = tokens < measured[0]
+    if len(measured) == 1 and below.any():
+        answer.ms[below] = answer.energy[below] = np.nan
+        answer.misses.append((below, PerfDataMissing(f"{what}: measured at {measured[0]:g} tokens only", op=what)))
     return answer
 
 
-def expert_weight_bytes(hidden: int, inter: int, experts: int, quant: str, gated: bool, ep: int, tp: int = 1) -> float:
-    """Resident expert weights of one rank, floored after each split as the reference does."""
-    return (hidden * inter * experts * MOE[quant].bytes * (3 if gated else 2)) // max(ep, 1) // max(tp, 1)
+def basis(db: Database, table: str, layer: Layer) -> Basis:
+    """The nearest samples that the database's policy allows to borrow (spec/03 section 3.4)."""
+    return db.kept(("expert basis", table, layer), lambda: _own_or_borrowed(db, table, layer))
+
+
+def _own_or_borrowed(db: Database, table: str, layer: Layer) -> Basis:
+    """Own samples, else of another shape, else of a quantisation of equal profile, else of the closest profile."""
+    found, own = db.find(table), layer.slice(db, table).basis(db)
+    if found is None or own.util is not None:
+        return own
+    profile = MOE[layer.quant].profile
+    quants = [name for name in map(str, found.children()) if name in MOE and name != layer.quant]
+    near, tier = [], Tier.XSHAPE
+    if Tier.XSHAPE in db.policy:
+        near = _measured(db, table, layer, [layer.quant])
+    if not near and Tier.XQUANT in db.policy:
+        near, tier = _measured(db, table, layer, (name for name in quants if MOE[name].profile == profile)), Tier.XQUANT
+    if near:
+        borrowed = _nearest(layer, near).slice(db, table, judged_as=layer.quant).basis(db)
+        if borrowed.util is not None:
+            return borrowed._replace(tier=tier)
+    others = [name for name in quants if MOE[name].profile != profile] if Tier.XPROFILE in db.policy else []
+    for name in sorted(others, key=lambda name: _distance(MOE[name].profile, profile)):
+        near = _measured(db, table, layer, [name])
+        if near:
+            k = _efficiency(layer.quant) / _efficiency(name)
+            return _nearest(layer, near).slice(db, table).basis(db)._replace(tier=Tier.XPROFILE, k=k)
+    return Basis(None)
+
+
+def _distance(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+
+
+def _efficiency(quant: str) -> float:
+    return EFFICIENCY.get(MOE[quant].profile, OTHER_EFFICIENCY)
+
+
+def _measured(db: Database, table: str, layer: Layer, quants: Iterable[str]) -> list[Layer]:
+    """The layers of any shape measured in ``quants`` at the same split over ranks, shapes ascending."""
+    found, layers = db.table(table), []
+    for quant in quants:
+        asked = layer._replace(quant=quant)
+        rows = found.rows(*asked.slice(db, table).key[:2])
+        if rows is None:
+            continue
+        shapes = np.stack([column[rows] for column in found.columns[2:8]], axis=1)
+        same = shapes[(shapes[:, FEATURES] == layer.shape.tp) & (shapes[:, FEATURES + 1] == layer.shape.ep)]
+        layers += [asked._replace(shape=Shape(*map(int, shape))) for shape in np.unique(same, axis=0)]
+    return layers
+
+
+def _nearest(layer: Layer, layers: list[Layer]) -> Layer:
+    """The most similar by normalised logarithms of topk, experts, hidden and inter; the first of equals."""
+    shapes = np.array([other.shape[:FEATURES] for other in layers], np.float64)
+    asked = tuple(np.array([float(size)]) for size in layer.shape[:FEATURES])
+    return layers[int(LogSpace.of(tuple(shapes.T)).nearest(asked, 1, clip=False)[0][0, 0])]

@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
 from perfcast_engine import quant
-from perfcast_engine.answer import F64, Answer, Points, Source, or_else
+from perfcast_engine.answer import F64, Answer, Points, Source, Tier, or_else
 from perfcast_engine.errors import PerfDataMissing
-from perfcast_engine.ops import gemm_tables
-from perfcast_engine.ops.base import Op, Split, by_mode, estimated, require, split_tokens
-from perfcast_engine.ops.gemm_tables import GemmRoofline
-from perfcast_engine.ops.quantise import compute_scale, scale_matrix
+from perfcast_engine.interp.grid import Ints
+from perfcast_engine.interp.sites import GATE, Sites
+from perfcast_engine.interp.surface import Surface
+from perfcast_engine.interp.util import LogSpace, UtilGrid
+from perfcast_engine.ops.base import Op, Split, split_tokens
+from perfcast_engine.ops.measured import Basis, Slice, by_mode, estimated, no_basis, no_slice
+from perfcast_engine.quant import QuantMode
+from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
+
+# How well kernels of a (bytes, compute) profile use the GPU, for borrowing across profiles (spec/02 section 9.3).
+EFFICIENCY: Mapping[tuple[float, float], float] = MappingProxyType(
+    {
+        (2.0, 1.0): 0.70,
+        (1.0, 1.0): 0.55,
+        (0.5625, 1.0): 0.45,
+        (0.5, 1.0): 0.45,
+        (1.0, 2.0): 0.45,
+        (0.5, 2.0): 0.35,
+        (1.0, 4.0): 0.30,
+        (0.5, 4.0): 0.30,
+        (0.5625, 4.0): 0.30,
+    }
+)
+USUAL_EFFICIENCY = 0.45
+
+
+def measured_as(name: str) -> str:
+    """The mode under which a mode's products were measured."""
+    return "fp8" if name == "fp8_static" else name
+
+
+def roofline(system: SystemSpec, mode: QuantMode, m: F64, n: F64 | float, k: F64 | float) -> Split:
+    moved = mode.bytes * (m * n + m * k + n * k)
+    return Split.of(2 * m * n * k / system.rate(mode) * 1000, system.memory_sol_ms(moved))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,46 +65,188 @@ class Gemm(Op):
     low_precision_input: bool = False
     below_grid_sol: bool = False
 
-    def __post_init__(self) -> None:
-        require(self, n=1, k=1, token_div=0, seq_split=0)
-        quant.mode(quant.GEMM, self.quant, "quant")
+    positive = ("n", "k")
 
     def weight_bytes(self) -> float:
         return self.n * self.k * quant.GEMM[self.quant].bytes * self.scale
 
+    def _roofline(self, db: Database, m: F64) -> Split:
+        return roofline(db.system, quant.GEMM[measured_as(self.quant)], m, float(self.n), float(self.k))
+
     def sol(self, db: Database, at: Points) -> Split:
-        m = split_tokens(at.x, self.token_div, self.seq_split)
-        return GemmRoofline.of(db.system, self.quant).split(m, float(self.n), float(self.k))
+        return self._roofline(db, split_tokens(at.x, self.token_div, self.seq_split))
 
     def price(self, db: Database, at: Points) -> Answer:
         at = at.with_(x=split_tokens(at.x, self.token_div, self.seq_split))
-        roofline = GemmRoofline.of(db.system, gemm_tables.measured_as(self.quant))
-        roofline.rate()
-        n, k = float(self.n), float(self.k)
-        product = self._product(db, at, roofline)
+        db.system.rate(quant.GEMM[self.quant])
+        product = self._product(db, at)
         if self.quant != "fp8_static":
             return product
-        saved = compute_scale(db, at, self.k, self.name)
+        saved = _compute_scale(db, at, self.k, self.name)
         if self.low_precision_input:
-            saved = saved + scale_matrix(db, at, self.k, self.name)
+            saved = saved + _scale_matrix(db, at, self.k, self.name)
         rest = product + saved.scaled(-1.0)
-        floor = np.maximum(rest.ms, roofline(at.x, n, k))
+        floor = np.maximum(rest.ms, self._roofline(db, at.x).time)
         return replace(rest, ms=floor, energy=np.maximum(rest.energy, 0.0)).tagged(Source.ESTIMATED)
 
-    def _product(self, db: Database, at: Points, roofline: GemmRoofline) -> Answer:
-        n, k = float(self.n), float(self.k)
+    def _product(self, db: Database, at: Points) -> Answer:
+        mode = quant.GEMM[measured_as(self.quant)]
 
-        def sol(part: Points) -> F64:
-            return roofline(part.x, n, k)
+        def sol(at: Points) -> F64:
+            return self._roofline(db, at.x).time
 
-        def silicon(part: Points) -> Answer:
-            return gemm_tables.silicon(db, roofline, self.n, self.k, part.x, self.name)
+        def silicon(at: Points) -> Answer:
+            shape = db.kept(("gemm shape", mode, self.n, self.k), lambda: _sites(db, mode).shape(self.n, self.k))
+            return Answer.of(shape.at(at.x), Source.SILICON, miss=lambda _: self._nothing_near(mode))
 
-        def empirical(part: Points) -> Answer:
-            basis = gemm_tables.basis(db, roofline)
-            query = part.x, n, k
-            return estimated(basis.util, query, sol(part), self.name, basis.tier, basis.k)
+        def empirical(at: Points) -> Answer:
+            basis = db.kept(("gemm basis", mode), lambda: _basis(db, mode))
+            return estimated(basis, (at.x, float(self.n), float(self.k)), sol(at), self.name)
 
-        if self.below_grid_sol and db.mode is Mode.SILICON and gemm_tables.has_quant(db, roofline.quant.name):
-            return or_else(silicon, lambda part: Answer.of(sol(part), Source.SOL), at, PerfDataMissing)
+        if self.below_grid_sol and db.mode is Mode.SILICON and _is_known(db, mode):
+            return or_else(silicon, lambda at: Answer.of(sol(at), Source.SOL), at, PerfDataMissing)
         return by_mode(db, at, silicon=silicon, empirical=empirical, sol=sol)
+
+    def _nothing_near(self, mode: QuantMode) -> PerfDataMissing:
+        shape = f"n={self.n}, k={self.k}"
+        message = f"{self.name}: no measured {mode.name} GEMM within {GATE:g} octaves of {shape}"
+        return PerfDataMissing(message, op=self.name, key=shape)
+
+
+def _is_known(db: Database, mode: QuantMode) -> bool:
+    table = db.find("gemm")
+    return table is not None and table.rows(mode.name) is not None
+
+
+class _Rows(NamedTuple):
+    """The measured products of one mode."""
+
+    m: Ints
+    n: Ints
+    k: Ints
+    ms: F64
+
+    @property
+    def floats(self) -> tuple[F64, F64, F64]:
+        return self.m.astype(np.float64), self.n.astype(np.float64), self.k.astype(np.float64)
+
+
+def _rows(db: Database, mode: QuantMode) -> _Rows | None:
+    """Latencies below the roofline are lifted to it where the system states the mode's rate."""
+    table = db.find("gemm")
+    rows = None if table is None else table.rows(mode.name)
+    if table is None or rows is None:
+        return None
+    m, n, k = (column[rows] for column in table.columns[1:])
+    measured = _Rows(m, n, k, table.ms[rows])
+    if not db.system.flops.get(mode.rate, 0.0) > 0:
+        return measured
+    return measured._replace(ms=np.maximum(measured.ms, roofline(db.system, mode, *measured.floats).time))
+
+
+def _sites(db: Database, mode: QuantMode) -> Sites:
+    def build() -> Sites:
+        rows = _rows(db, mode)
+        if rows is None:
+            raise no_slice(db.table("gemm"), (mode.name,))
+        return Sites.of(*rows, _ranks(db, mode), lambda m, n, k: roofline(db.system, mode, m, n, k).time)
+
+    return db.kept(("gemm sites", mode), build)
+
+
+def _ranks(db: Database, mode: QuantMode) -> dict[tuple[int, int], int]:
+    table = db.find("gemm_sites")
+    rows = None if table is None else table.rows(mode.name)
+    if table is None or rows is None:
+        return {}
+    n, k = (column[rows].tolist() for column in table.columns[1:])
+    return dict(zip(zip(n, k, strict=True), table.ms[rows].astype(int).tolist(), strict=True))
+
+
+def _basis(db: Database, own: QuantMode) -> Basis:
+    """Own samples, else a mode of the same profile, else of the nearest profile (spec/02 section 9.3)."""
+    table = db.find("gemm")
+    if table is None:
+        return Basis(None)
+    util = _util(db, own, own)
+    if util is not None:
+        return Basis(util)
+    others = [quant.GEMM[str(name)] for name in table.children() if name in quant.GEMM and name != own.name]
+    same = [mode for mode in others if mode.profile == own.profile]
+    if same and Tier.XQUANT in db.policy:
+        util = _util(db, same[0], own)
+        if util is not None:
+            return Basis(util, Tier.XQUANT)
+    if Tier.XPROFILE in db.policy:
+        unlike = [mode for mode in others if mode.profile != own.profile]
+        for mode in sorted(unlike, key=lambda mode: (abs(mode.compute - own.compute), abs(mode.bytes - own.bytes))):
+            util = _util(db, mode, mode)
+            if util is not None:
+                return Basis(util, Tier.XPROFILE, _efficiency(own) / _efficiency(mode))
+    return Basis(None)
+
+
+def _util(db: Database, mode: QuantMode, judged_as: QuantMode) -> UtilGrid | None:
+    rows = _rows(db, mode)
+    if rows is None:
+        return None
+    return UtilGrid.of(rows.floats, rows.ms, roofline(db.system, judged_as, *rows.floats).time)
+
+
+def _efficiency(mode: QuantMode) -> float:
+    return EFFICIENCY.get(mode.profile, USUAL_EFFICIENCY)
+
+
+# --- the quantise steps whose time an fp8_static product saves -------------------------------------------------------
+
+
+def _quantise(db: Database, table: str, passes: int) -> Slice:
+    """``passes`` bytes read or written an element of m tokens of k elements."""
+    return Slice(table, ("fp8",), lambda m, k: db.system.memory_sol_ms(passes * m * k))
+
+
+def _compute_scale(db: Database, at: Points, k: int, what: str) -> Answer:
+    """Finding the scale of at.x tokens of k elements. A difference of measurements: flat outside them, may be 0."""
+    steps = _quantise(db, "computescale", 2)
+
+    def silicon(at: Points) -> Answer:
+        return steps.measured(db, _clipped(steps.surface(db), at.x, k), what)
+
+    def empirical(at: Points) -> Answer:
+        surface = steps.find(db)
+        if surface is None:
+            return Answer.none(len(at), no_basis(what))
+        space = db.kept("computescale space", lambda: LogSpace.of(surface.grid.floats))
+        query = at.x, float(k)
+        near = space.nearest(query, 1, clip=False)[0][0]
+        ms, here = surface.grid.ms[near], steps.sol(*query)
+        util = surface.leaf_sol[near] / np.where(ms > 0, ms, 1.0)
+        estimate = np.where(ms > 0, np.where(here > 0, here, np.nan) / util, 0.0)
+        return Answer.of(estimate, Source.EMPIRICAL, Tier.EMPIRICAL, miss=no_basis(what))
+
+    return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda at: steps.sol(at.x, k))
+
+
+def _scale_matrix(db: Database, at: Points, k: int, what: str) -> Answer:
+    """Scaling at.x tokens of k elements; outside the measurements in proportion to its roofline."""
+    steps = _quantise(db, "scale_matrix", 3)
+
+    def silicon(at: Points) -> Answer:
+        inside = _clipped(steps.surface(db), at.x, k)
+        here, there = steps.sol(at.x, k), steps.sol(*inside)
+        usable = (here > 0) & (there > 0)
+        ratio = np.where(usable, here, 1.0) / np.where(usable, there, 1.0)
+        return steps.measured(db, inside, what).scaled(ratio)
+
+    def empirical(at: Points) -> Answer:
+        query = at.x, float(k)
+        return estimated(steps.basis(db), query, steps.sol(*query), what)
+
+    return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda at: steps.sol(at.x, k))
+
+
+def _clipped(surface: Surface, m: F64, k: int) -> tuple[F64, F64]:
+    """The nearest point of the box of the measurements."""
+    keys_m, keys_k = surface.grid.floats
+    inside_k = min(max(float(k), keys_k.min()), keys_k.max())
+    return np.clip(m, keys_m[0], keys_m[-1]), np.full(len(m), inside_k)

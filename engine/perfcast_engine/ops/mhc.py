@@ -10,7 +10,8 @@ import numpy as np
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source, total
 from perfcast_engine.errors import InvalidField
-from perfcast_engine.ops.base import Op, by_mode, estimated, find_slice, measured, require, slice_of, split_tokens
+from perfcast_engine.ops.base import Op, split_tokens
+from perfcast_engine.ops.measured import Slice
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
 
@@ -30,9 +31,10 @@ class Mhc(Op):
     quant: str = "bfloat16"
     seq_split: int = 1
 
+    positive = ("hc_mult", "hidden")
+
     def __post_init__(self) -> None:
-        require(self, hc_mult=1, hidden=1, sinkhorn_iters=0, seq_split=0)
-        quant.mode(quant.GEMM, self.quant, "quant")
+        super().__post_init__()
         if self.half not in HALVES:
             raise InvalidField("half", f"one of {', '.join(HALVES)}, not {self.half!r}")
 
@@ -47,29 +49,15 @@ class Mhc(Op):
 
     def price(self, db: Database, at: Points) -> Answer:
         db.system.rate(quant.GEMM[self.quant])
+        halves, tokens = HALVES[self.half], split_tokens(at.x, 1, self.seq_split)
         if db.mode is Mode.SOL:
-            return Answer.of(self.roofline(db.system, HALVES[self.half], self._tokens(at)), Source.SOL)
-        return total((self._half(db, at, half) for half in HALVES[self.half]), len(at))
+            return Answer.of(self.roofline(db.system, halves, tokens), Source.SOL)
+        at, slices = at.with_(x=tokens), [self._slice(db.system, half) for half in halves]
+        return total((each.price(db, at, lambda at: (at.x,), self.name) for each in slices), len(at))
 
-    def _tokens(self, at: Points) -> F64:
-        return split_tokens(at.x, 1, self.seq_split)
-
-    def _half(self, db: Database, at: Points, half: str) -> Answer:
-        key, also = (half, self.hc_mult, self.hidden), (self.quant, self.sinkhorn_iters)
-
-        def sol(tokens: F64) -> F64:
-            return self.roofline(db.system, (half,), tokens)
-
-        def silicon(at: Points) -> Answer:
-            surface = slice_of(db, "mhc_module", key, sol, also=also)
-            return measured(surface, (self._tokens(at),), self.name, ("tokens",))
-
-        def empirical(at: Points) -> Answer:
-            surface = find_slice(db, "mhc_module", key, sol, also=also)
-            tokens = self._tokens(at)
-            return estimated(None if surface is None else surface.util, (tokens,), sol(tokens), self.name)
-
-        return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda at: sol(self._tokens(at)))
+    def _slice(self, system: SystemSpec, half: str) -> Slice:
+        key = (half, self.hc_mult, self.hidden)
+        return Slice("mhc_module", key, lambda tokens: self.roofline(system, (half,), tokens), also=self.shape)
 
     def roofline(self, system: SystemSpec, halves: tuple[str, ...], tokens: F64) -> F64:
         """ms of the given halves, run as one."""

@@ -1,83 +1,80 @@
-"""Multi-head latent attention: kernels, absorbed batched GEMM, whole module (spec/03 sections 8-10)."""
+"""Multi-head latent attention: kernels, modules, absorbed batched GEMM, blocks of large EP (spec/03 sections 8-11)."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from perfcast_engine.answer import F64, Answer, Points
-from perfcast_engine.ops.base import Op, Reads, Split, by_mode, estimated, find_slice, measured, require, slice_of
-from perfcast_engine.ops.latent import ContextBlock, GenerationBlock, decode_quant
-from perfcast_engine.quant import FMHA, GEMM, KV_CACHE, mode
+from perfcast_engine.errors import UnsupportedCombination
+from perfcast_engine.ops.base import Op, Reads, Split
+from perfcast_engine.ops.measured import (
+    Attention,
+    Basis,
+    Coord,
+    Generation,
+    Prefill,
+    Slice,
+    by_mode,
+    decode_quant,
+    estimated,
+)
+from perfcast_engine.quant import FMHA, GEMM, KV_CACHE, QuantMode
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key
 
 NOPE, ROPE, LATENT = 128, 64, 512  # sizes of a head without and with rotation, and of what the cache holds of a token
-PAIR = NOPE + ROPE + NOPE  # work of one (query, key) pair and head: score and value
+VALUE, HEADS, HIDDEN, Q_LATENT = 128, 128, 7168, 1536  # of the model whose blocks were measured
+HEAD = NOPE + ROPE
+PAIR = HEAD + VALUE  # work of one (query, key) pair and head: score and value
 ABSORBED = 2 * LATENT + ROPE  # the same on the latent
 CACHED = LATENT + ROPE
+BF16 = FMHA["bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ContextKernel(ContextBlock):
-    """What kernel and module of prefill share: both are judged by the attention they contain."""
-
-    def leaf_sol(self, system: SystemSpec, *coords: F64) -> F64:
-        n, s, b = coords
-        return self._split(system, n, s, b, 0.0).time
-
-    def split(self, system: SystemSpec, at: Points) -> Split:
-        return self._split(system, float(self.heads), at.s + at.prefix, at.batch, at.prefix)
-
-    def _split(self, system: SystemSpec, n: F64 | float, s: F64, b: F64, prefix: F64 | float) -> Split:
-        """s tokens in all, ``prefix`` of them cached."""
-        kv, fmha = KV_CACHE[self.kv_quant], FMHA[self.fmha_quant]
-        flops = b * n * PAIR * (s * s - prefix * prefix)
-        moved = b * n * (kv.bytes * s * PAIR + 2 * (s - prefix) * PAIR)
-        return Split.of(flops / system.rate(fmha) * 1000, system.memory_sol_ms(moved))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContextMla(_ContextKernel):
+class ContextMla(Prefill):
     """Prefill MLA kernel at ``heads`` as the table keys them."""
 
-    table: ClassVar[str] = "context_mla"
+    table = "context_mla"
 
     def key(self, db: Database) -> tuple[Key, ...]:
         return self.fmha_quant, self.kv_quant
 
+    def roofline(self, system: SystemSpec, n: Coord, s: Coord, b: Coord, prefix: Coord = 0.0) -> Split:
+        flops = b * n * PAIR * (s * s - prefix * prefix)
+        moved = b * n * (KV_CACHE[self.kv_quant].bytes * s * PAIR + 2 * (s - prefix) * PAIR)
+        return Split.of(flops / system.rate(FMHA[self.fmha_quant]) * 1000, system.memory_sol_ms(moved))
+
 
 @dataclass(frozen=True, kw_only=True)
-class ContextMlaModule(_ContextKernel):
-    """Prefill MLA block measured as one unit; ``native_heads`` of the unsharded model."""
+class ContextMlaModule(ContextMla):
+    """Prefill MLA block measured as one unit, judged by the kernel it contains; ``native_heads`` of the unsharded
+    model."""
 
     native_heads: int | None = None
     gemm_quant: str
 
-    table: ClassVar[str] = "mla_context_module"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        mode(GEMM, self.gemm_quant, "gemm_quant")
+    table = "mla_context_module"
 
     def key(self, db: Database) -> tuple[Key, ...]:
         return native_key(db, self.table, (self.fmha_quant, self.kv_quant, self.gemm_quant), self.native_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GenerationKernel(GenerationBlock):
-    def check_rates(self, system: SystemSpec) -> None:
-        system.rate(decode_quant(system, self.kv_quant))
+class GenerationMla(Generation):
+    """Decode MLA kernel at ``heads`` as the table keys them."""
 
-    def leaf_sol(self, system: SystemSpec, *coords: F64) -> F64:
-        n, b, s = coords
-        return self._split(system, n, b, s).time
+    table = "generation_mla"
 
-    def split(self, system: SystemSpec, at: Points) -> Split:
-        return self._split(system, float(self.heads), at.batch, at.s)
+    def key(self, db: Database) -> tuple[Key, ...]:
+        return (self.kv_quant,)
 
-    def _split(self, system: SystemSpec, n: F64 | float, b: F64, s: F64) -> Split:
+    def roofline(self, system: SystemSpec, n: Coord, b: Coord, s: Coord) -> Split:
         flops = 2 * b * n * ABSORBED * s
         moved = b * (n * ABSORBED * 2 + (s - 1) * CACHED * KV_CACHE[self.kv_quant].bytes)
         rate = system.rate(decode_quant(system, self.kv_quant))
@@ -85,61 +82,43 @@ class _GenerationKernel(GenerationBlock):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationMla(_GenerationKernel):
-    """Decode MLA kernel at ``heads`` as the table keys them."""
-
-    table: ClassVar[str] = "generation_mla"
-
-    def key(self, db: Database) -> tuple[Key, ...]:
-        return (self.kv_quant,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationMlaModule(_GenerationKernel):
+class GenerationMlaModule(GenerationMla):
     """Decode MLA block measured as one unit; ``fmha_quant`` is carried and priced by nothing."""
 
     native_heads: int | None = None
     fmha_quant: str = "bfloat16"
     gemm_quant: str
 
-    table: ClassVar[str] = "mla_generation_module"
+    table = "mla_generation_module"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        mode(FMHA, self.fmha_quant, "fmha_quant")
-        mode(GEMM, self.gemm_quant, "gemm_quant")
-
-    def check_rates(self, system: SystemSpec) -> None:
-        super().check_rates(system)
-        system.rate(GEMM[self.gemm_quant])
+    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
+        return *super().computes(system), GEMM[self.gemm_quant]
 
     def key(self, db: Database) -> tuple[Key, ...]:
         return native_key(db, self.table, (self.kv_quant, self.gemm_quant), self.native_heads)
 
-    def _split(self, system: SystemSpec, n: F64 | float, b: F64, s: F64) -> Split:
+    def roofline(self, system: SystemSpec, n: Coord, b: Coord, s: Coord) -> Split:
         """The kernel, and the projections into and out of the latent."""
-        kernel, projections = super()._split(system, n, b, s), _bmm_split(system, n, b, self.gemm_quant)
-        return Split.of(kernel.math + 2 * projections.math, kernel.mem + 2 * projections.mem)
+        kernel, projection = super().roofline(system, n, b, s), absorbed(system, n, b, self.gemm_quant)
+        return Split.of(kernel.math + 2 * projection.math, kernel.mem + 2 * projection.mem)
 
 
 def native_key(db: Database, table: str, head: tuple[Key, ...], native: int | None) -> tuple[Key, ...]:
     """``head`` and the measured model size that answers for ``native`` heads: itself, the only one, the largest below,
     the smallest. An unknown size is answered only where there is one."""
-
-    def build() -> int:
-        found = db.find(table)
-        sizes = [int(size) for size in found.children(*head)] if found is not None else []
-        if native in sizes or len(sizes) == 1:
-            return native if native in sizes else sizes[0]
-        if native is None or not sizes:
-            return -1
-        return max((size for size in sizes if size <= native), default=min(sizes))
-
-    return *head, db.kept(("native heads", table, head, native), build)
+    found = db.find(table)
+    sizes = [int(size) for size in found.children(*head)] if found is not None else []
+    if native is not None and native in sizes:
+        return *head, native
+    if len(sizes) == 1:
+        return *head, sizes[0]
+    if native is None or not sizes:
+        return *head, -1
+    return *head, max((size for size in sizes if size <= native), default=min(sizes))
 
 
-def _bmm_split(system: SystemSpec, n: F64 | float, t: F64, quant: str) -> Split:
-    """n small GEMMs of t rows between a head and the latent."""
+def absorbed(system: SystemSpec, n: Coord, t: Coord, quant: str) -> Split:
+    """The roofline of n small GEMMs of t rows between a head and the latent."""
     q = GEMM[quant]
     math = 2 * t * n * NOPE * LATENT / system.rate(q) * 1000
     return Split.of(math, system.memory_sol_ms(n * (t * (NOPE + LATENT) + NOPE * LATENT) * q.bytes))
@@ -153,39 +132,36 @@ class MlaBmm(Op):
     quant: str
     is_pre: bool
 
-    reads: ClassVar[Reads] = Reads.BATCH
-    table: ClassVar[str] = "mla_bmm"
+    reads = Reads.BATCH
+    positive = ("heads",)
+    table = "mla_bmm"
     default_quant: ClassVar[str] = "bfloat16"  # where the asked one was not measured
-
-    def __post_init__(self) -> None:
-        require(self, heads=1)
-        mode(GEMM, self.quant, "quant")
 
     @property
     def measured_as(self) -> str:
         return "mla_gen_pre" if self.is_pre else "mla_gen_post"
 
     def sol(self, db: Database, at: Points) -> Split:
-        return _bmm_split(db.system, float(self.heads), at.batch, self.quant)
+        return absorbed(db.system, float(self.heads), at.batch, self.quant)
 
     def price(self, db: Database, at: Points) -> Answer:
         db.system.rate(GEMM[self.quant])
-        heads = db.kept(("bmm heads", self.quant, self.is_pre, self.heads), lambda: self._measured_heads(db))
-        share = self.heads / heads
+        heads = db.kept(("bmm heads", self.shape), lambda: self._measured_heads(db))
+        share, found = self.heads / heads, db.find(self.table)
 
-        def sol(t: F64) -> F64:
-            return _bmm_split(db.system, float(heads), t, self.quant).time
+        def curve(*asked: Key) -> Slice:
+            """Under the asked quantisation if any row has it under ``asked``, else under the default one."""
+            held = found is not None and found.rows(self.quant, *asked) is not None
+            key = (self.quant if held else self.default_quant, self.measured_as, heads)
+            sol = lambda t: absorbed(db.system, float(heads), t, self.quant).time  # noqa: E731
+            return Slice(self.table, key, sol, also=self.quant)
 
         def silicon(at: Points) -> Answer:
-            table = db.table(self.table)
-            quant = self.quant if table.rows(self.quant, self.measured_as) is not None else self.default_quant
-            curve = slice_of(db, self.table, (quant, self.measured_as, heads), sol, also=self.quant)
-            return measured(curve, (at.batch,), self.name, ("num_tokens",)).scaled(share)
+            return curve(self.measured_as).measured(db, (at.batch,), self.name).scaled(share)
 
         def empirical(at: Points) -> Answer:
-            curve = find_slice(db, self.table, (self._kept_quant(db), self.measured_as, heads), sol, also=self.quant)
-            util = None if curve is None else curve.util
-            return estimated(util, (at.batch,), sol(at.batch), self.name).scaled(share)
+            kept = curve()
+            return estimated(kept.basis(db), (at.batch,), kept.sol(at.batch), self.name).scaled(share)
 
         return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda at: self.sol(db, at).time)
 
@@ -193,10 +169,117 @@ class MlaBmm(Op):
         """The heads whose curve answers, scaled: our own if a power of two or measured, else the next power of two."""
         above = 1 << (self.heads - 1).bit_length()
         found = db.find(self.table)
-        own = found is not None and found.rows(self._kept_quant(db), self.measured_as, self.heads) is not None
-        return self.heads if above == self.heads or own else above
+        if above == self.heads or found is None:
+            return above
+        kept = self.quant if found.rows(self.quant) is not None else self.default_quant
+        return self.heads if found.rows(kept, self.measured_as, self.heads) is not None else above
 
-    def _kept_quant(self, db: Database) -> str:
-        """The asked quantisation if any row has it, else the default."""
+
+ASKABLE = ("flashinfer", "fa3")
+STAND_IN = "trtllm_mla"  # the only kernel measured on Blackwell; not askable itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WideEp(Attention):
+    """A block as SGLang runs it under large EP. ``attn_backend`` names the kernel; ``heads`` = 128 // tp."""
+
+    attn_backend: str = "flashinfer"
+
+    def rates(self, system: SystemSpec) -> tuple[float, ...]:
+        """A missing table is named before a missing rate here."""
+        return ()
+
+    def sol(self, db: Database, at: Points) -> Split:
+        return Op.sol(self, db, at)
+
+    @property
+    @abstractmethod
+    def rest(self) -> tuple[Key, ...]:
+        """The part of the key after the kernel."""
+
+    def key(self, db: Database) -> tuple[Key, ...]:
         found = db.find(self.table)
-        return self.quant if found is not None and found.rows(self.quant) is not None else self.default_quant
+        asked = self.attn_backend
+        stands_in = (
+            asked in ASKABLE
+            and found is not None
+            and found.rows(asked, *self.rest) is None
+            and found.rows(STAND_IN, *self.rest) is not None
+        )
+        return STAND_IN if stands_in else asked, *self.rest
+
+    def slice(self, db: Database) -> Slice:
+        db.table(self.table)
+        if self.attn_backend not in ASKABLE:
+            raise self._unknown()
+        return self._judged(db, np.floor)
+
+    def basis(self, db: Database) -> Basis:
+        found = db.find(self.table)
+        if found is not None and self.attn_backend not in ASKABLE and found.rows(self.attn_backend) is None:
+            raise self._unknown()
+        return self._judged(db, np.rint).basis(db)
+
+    def _judged(self, db: Database, whole: np.ufunc) -> Slice:
+        """The rows by the roofline of the heads that a ``whole`` number of ranks leaves to each of them."""
+
+        def sol(n: Coord, *rest: Coord) -> F64:
+            return self.roofline(db.system, np.floor(HEADS / np.maximum(whole(HEADS / n), 1)), *rest).time
+
+        return Slice(self.table, self.key(db), sol, self.sqrt_axis, also=(whole, self.shape))
+
+    def _unknown(self) -> UnsupportedCombination:
+        known = ", ".join(ASKABLE)
+        return UnsupportedCombination("attn_backend", f"{self.attn_backend!r} is not one of {known}", why="enum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideEpContextMla(_WideEp, Prefill):
+    """Prefill block."""
+
+    table = "wideep_context_mla"
+
+    @property
+    def rest(self) -> tuple[Key, ...]:
+        return self.fmha_quant, self.kv_quant
+
+    def roofline(self, system: SystemSpec, m: Coord, total: Coord, b: Coord, prefix: Coord = 0.0) -> Split:
+        s, value = total - prefix, m * VALUE * HIDDEN
+        projections = 2 * b * s * (Q_LATENT * m * HEAD + LATENT * m * (NOPE + VALUE) + value)
+        attention = np.floor(2 * m * (2 * NOPE + ROPE) * b * (total * total - prefix * prefix) / 2)
+        moved = (
+            (b * Q_LATENT * s + Q_LATENT * m * HEAD + 2 * b * m * HEAD * s)
+            + (b * s * LATENT + m * (NOPE + VALUE) * LATENT + 2 * b * m * (NOPE + VALUE) * s)
+            + 2 * b * m * (s * HEAD + total * HEAD + total * NOPE + s * NOPE)
+            + (b * m * VALUE * s + value + 2 * b * HIDDEN * s)
+        )
+        fmha = FMHA[self.fmha_quant]
+        math = projections / system.rate(fmha) * 1000 + attention / system.rate(BF16) * 1000
+        return Split.of(math, system.memory_sol_ms(moved * fmha.bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideEpGenerationMla(_WideEp, Generation):
+    """Decode block; ``fmha_quant`` is carried and priced by nothing."""
+
+    fmha_quant: str
+
+    table = "wideep_generation_mla"
+
+    @property
+    def rest(self) -> tuple[Key, ...]:
+        return (self.kv_quant,)
+
+    def roofline(self, system: SystemSpec, m: Coord, b: Coord, s: Coord) -> Split:
+        projections = 2 * b * m * (Q_LATENT * HEAD + NOPE * LATENT + LATENT * VALUE + VALUE * HIDDEN)
+        attention = 2 * b * s * m * ABSORBED
+        moved = (
+            (b * Q_LATENT + Q_LATENT * m * HEAD + 2 * b * m * HEAD)
+            + (b * m * NOPE + m * LATENT * NOPE + 2 * b * m * LATENT)
+            + 2 * (b * m * CACHED + b * s * CACHED + b * m * LATENT)
+            + (b * m * LATENT + m * VALUE * LATENT + 2 * b * m * VALUE)
+            + (b * m * VALUE + m * VALUE * HIDDEN + 2 * b * HIDDEN)
+        )
+        mode = decode_quant(system, self.kv_quant)
+        math = projections / system.rate(mode) * 1000 + attention / system.rate(BF16) * 1000
+        return Split.of(math, system.memory_sol_ms(moved * mode.bytes))

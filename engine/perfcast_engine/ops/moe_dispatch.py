@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from perfcast_engine.answer import F64, Answer, Points, Source, total
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
-from perfcast_engine.ops.base import Op, Split, by_mode, estimated, find_slice, measured, require, slice_of
+from perfcast_engine.ops.base import Op, Split
 from perfcast_engine.ops.collective import AllReduce, Nccl
-from perfcast_engine.quant import MOE, mode
+from perfcast_engine.ops.measured import Slice
+from perfcast_engine.quant import MOE
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
 
@@ -42,9 +43,10 @@ class MoeDispatch(Op):
     token_div: int = 1
     attn_ar_modeled: bool = False
 
+    quants = MOE
+
     def __post_init__(self) -> None:
-        require(self, hidden=0, topk=0, experts=0, moe_tp=0, moe_ep=0, attn_dp=0, attn_cp=0)
-        mode(MOE, self.quant, "quant")
+        super().__post_init__()
         if self.backend not in RULES:
             raise InvalidField("backend", f"unknown backend {self.backend!r}; one of {', '.join(RULES)}", why="enum")
 
@@ -108,14 +110,8 @@ class NvlinkStep(NamedTuple):
         def sol(tokens: F64) -> F64:
             return tokens * moved / (system.inter_node_bw if nodes > 1 else system.intra_node_bw) * 1000
 
-        def silicon(at: Points) -> Answer:
-            return measured(slice_of(db, NVLINK_TABLE, key, lambda tokens: tokens), (at.x,), op.name, ("tokens",))
-
-        def empirical(at: Points) -> Answer:
-            curve = find_slice(db, NVLINK_TABLE, key, sol, also=("util", op.quant))
-            return estimated(None if curve is None else curve.util, (at.x,), sol(at.x), op.name)
-
-        return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda at: sol(at.x))
+        curve = Slice(NVLINK_TABLE, key, sol, also=(self.packed, op.quant))
+        return curve.price(db, at, lambda at: (at.x,), op.name)
 
 
 class Rule(NamedTuple):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from perfcast_surface.terms import Term
 
-from perfcast_engine.answer import F64, Answer, Points, Source, Tier
+from perfcast_engine.answer import Answer, Points, Source, Tier
 from perfcast_engine.errors import EngineError
-from perfcast_engine.ops.base import Split, by_mode, no_basis, require
+from perfcast_engine.ops.base import Split
 from perfcast_engine.ops.dsa import DsaContext, DsaGeneration
+from perfcast_engine.ops.measured import Coord, no_basis
 from perfcast_engine.ops.sparse import BucketedModule, causal_pairs
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
@@ -38,28 +37,14 @@ class _Msa(BucketedModule):
     donor_architecture: str
     donor_scale: float = 1.0
 
+    positive = ("heads", "hidden", "head_dim", "index_topk", "block_size")
     donor: ClassVar[type[DsaContext] | type[DsaGeneration]]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, kv_heads=0, hidden=1, head_dim=1, v_head_dim=0, index_heads=0, index_head_dim=0)
-        require(self, index_topk=1, block_size=1, donor_scale=1e-12)
-
     @property
-    def shapes(self) -> tuple[Hashable, ...]:
-        return (
-            self.fmha_quant,
-            self.kv_heads,
-            self.hidden,
-            self.head_dim,
-            self.v_head_dim,
-            self.index_heads,
-            self.index_head_dim,
-            self.index_topk,
-            self.block_size,
-        )
+    def table(self) -> str:
+        return f"msa_{self.phase}"
 
-    def split(self, system: SystemSpec, n: F64 | float, tokens: F64, batch: F64, length: F64, pairs: F64) -> Split:
+    def times(self, system: SystemSpec, n: Coord, tokens: Coord, batch: Coord, length: Coord, pairs: Coord) -> Split:
         """``tokens`` new tokens of ``batch`` requests over ``length`` keys each attend ``pairs`` (query, key) pairs."""
         h, d, v = self.hidden, self.head_dim, self.v_head_dim
         gemm_bytes, fmha_bytes, kv_bytes = self.widths
@@ -74,23 +59,7 @@ class _Msa(BucketedModule):
         seconds += 2 * n * (d + v) * pairs / fmha_rate
         return Split.of(seconds * 1000, system.memory_sol_ms(moved))
 
-    def price(self, db: Database, at: Points) -> Answer:
-        self.rates(db.system)
-        return by_mode(
-            db,
-            at,
-            silicon=lambda at: self.silicon(db, at),
-            empirical=lambda at: self._borrowed(db, at),
-            sol=lambda at: self.roofline(db.system, False, float(self.heads), *self.coords(at)).time,
-        )
-
-    def terms(self, db: Database) -> tuple[Term, ...] | None:
-        if not db.mode.shared:
-            return None
-        self.rates(db.system)
-        return self.terms_of([(self.surface(db, False, "trtllm"), 1.0)])
-
-    def _borrowed(self, db: Database, at: Points) -> Answer:
+    def empirical(self, db: Database, at: Points) -> Answer:
         """This module's roofline at the utilisation that the donor's module reaches at the same point."""
         if Tier.XOP not in db.policy:
             raise no_basis(self.name)
@@ -102,8 +71,7 @@ class _Msa(BucketedModule):
             gemm_quant=self.gemm_quant,
             architecture=self.donor_architecture,
         )
-        own = self.roofline(db.system, False, float(self.heads), *self.coords(at)).time
-        theirs = donor.roofline(db.system, False, float(self.heads), *self.coords(at)).time
+        own, theirs = self.split(db.system, at).time, donor.split(db.system, at).time
         try:
             answer = donor.silicon(db, at)
         except EngineError as error:
@@ -117,32 +85,28 @@ class _Msa(BucketedModule):
 class MsaContext(_Msa):
     """Prefill."""
 
-    context: ClassVar[bool] = True
-    table: ClassVar[str] = "msa_context"
-    donor: ClassVar[type[DsaContext] | type[DsaGeneration]] = DsaContext
+    context = True
+    donor = DsaContext
 
     @property
-    def key(self) -> tuple[Key, ...]:
+    def head(self) -> tuple[Key, ...]:
         return self.fmha_quant, self.kv_quant, self.gemm_quant, ARCHITECTURE
 
-    def roofline(self, system: SystemSpec, skip: bool, n: F64 | float, *coords: F64) -> Split:
-        prefix, s, batch = coords
-        return self.split(system, n, batch * s, batch, prefix + s, causal_pairs(batch, s, prefix, self.index_topk))
+    def roofline(self, system: SystemSpec, n: Coord, prefix: Coord, s: Coord, batch: Coord) -> Split:
+        return self.times(system, n, batch * s, batch, prefix + s, causal_pairs(batch, s, prefix, self.index_topk))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MsaGeneration(_Msa):
     """Decode; its rows are not told apart by ``fmha_quant``."""
 
-    context: ClassVar[bool] = False
-    table: ClassVar[str] = "msa_generation"
-    donor: ClassVar[type[DsaContext] | type[DsaGeneration]] = DsaGeneration
+    context = False
+    donor = DsaGeneration
 
     @property
-    def key(self) -> tuple[Key, ...]:
+    def head(self) -> tuple[Key, ...]:
         return self.kv_quant, self.gemm_quant, ARCHITECTURE
 
-    def roofline(self, system: SystemSpec, skip: bool, n: F64 | float, *coords: F64) -> Split:
-        batch, s = coords
+    def roofline(self, system: SystemSpec, n: Coord, batch: Coord, s: Coord) -> Split:
         length = np.maximum(s - 1, 0)
-        return self.split(system, n, batch, batch, length, batch * np.minimum(length, self.index_topk))
+        return self.times(system, n, batch, batch, length, batch * np.minimum(length, self.index_topk))

@@ -1,4 +1,4 @@
-"""What the kernels of state-space and linear attention share (spec/04 section 7).
+"""Kernels of state-space and linear attention: Mamba2, gated delta net, Kimi delta attention (spec/04 section 7).
 
 The reference never misses here: without a measurement a kernel costs its memory roofline, in every mode, and with one
 it costs the measurement, even in SOL mode. ``Answer.source`` tells which.
@@ -7,10 +7,10 @@ it costs the measurement, even in SOL mode. ``Answer.source`` tells which.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
-from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import ClassVar, NamedTuple, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from perfcast_surface.terms import CHUNK, State, Term, Traffic
@@ -19,10 +19,11 @@ from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.interp.grid import Grid
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.ops.base import Op, Reads
+from perfcast_engine.ops.measured import Coord
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key, Table
 
-Number = TypeVar("Number", F64, float)
+CONV_FN, CONV_UPDATE = "causal_conv1d_fn", "causal_conv1d_update"
 
 
 class Route(NamedTuple):
@@ -39,29 +40,45 @@ class StateKernel(Op):
     kernel: str
     phase: str
 
+    reads = Reads.SEQUENCE
     table: ClassVar[str]
-    reads: ClassVar[Reads] = Reads.SEQUENCE
+
+    @property
+    @abstractmethod
+    def dims(self) -> tuple[int, ...]:
+        """The sizes that a table keys a layer by, ``d_model`` first."""
 
     @abstractmethod
-    def key(self, table: Table, kernel: str) -> tuple[Key, ...] | None:
-        """The table key of the rows that serve ``kernel``; None where none do."""
-
-    @abstractmethod
-    def moved_bytes(self, kernel: str, batch: Number, s: Number, tokens: Number) -> Number:
-        """Bytes read and written."""
+    def moved_bytes(self, kernel: str, batch: Coord, s: Coord, tokens: Coord) -> Coord:
+        """Bytes read and written; linear in tokens, requests and chunks of CHUNK tokens."""
 
     def route(self, db: Database) -> Route | None:
         """What prices this kernel; None where another one does it along and it costs nothing."""
         return Route(self.kernel, self.kernel)
 
-    def extent(self, batch: Number, s: Number) -> tuple[Number, Number]:
-        """Sequences and new tokens each of them, as the kernel counts them."""
-        return batch, s if self.lengthy else s * 0.0
+    def stand_in(self, table: Table, rows: slice) -> int | None:
+        """The one of ``rows`` of the same ``d_model`` that answers for a shape that was not measured."""
+        return None
+
+    def key(self, table: Table, kernel: str) -> tuple[Key, ...] | None:
+        """The table key of the rows that serve ``kernel``; None where none do."""
+        head = (kernel, self.phase)
+        if table.rows(*head, *self.dims) is not None:
+            return *head, *self.dims
+        rows = table.rows(*head, self.dims[0])
+        row = None if rows is None else self.stand_in(table, rows)
+        return None if row is None else (*head, *(int(c[row]) for c in table.columns[2 : 2 + len(self.dims)]))
 
     @property
-    def requests_of(self) -> int:
-        """Tokens that make one request of the batch, where ``extent`` counts so; else 0."""
+    def draft(self) -> int:
+        """Tokens that make one request of a batch that counts them all; 0 where it counts requests."""
         return 0
+
+    def extent(self, at: Points) -> tuple[F64, F64]:
+        """Sequences and new tokens each of them, as the kernel counts them."""
+        if self.draft:
+            return np.maximum(1.0, np.round(at.batch / self.draft)), np.full(len(at), float(self.draft))
+        return at.batch, at.s if self.lengthy else np.zeros(len(at))
 
     @property
     def lengthy(self) -> bool:
@@ -71,7 +88,7 @@ class StateKernel(Op):
         route = self.route(db)
         if route is None:
             return Answer.zero(len(at))
-        batch, s = self.extent(at.batch, at.s)
+        batch, s = self.extent(at)
         answer = Answer.of(self._roofline(db, route.kernel, batch, s), Source.SOL)
         surface = self._surface(db, route)
         if surface is None:
@@ -92,17 +109,17 @@ class StateKernel(Op):
         if surface is None:
             return (self._traffic(db, route.kernel),)
         blend = surface.blend()
-        return None if blend is None else (State(blend, self.scale, self.requests_of),)
+        return None if blend is None else (State(blend, self.scale, self.draft),)
 
     def _traffic(self, db: Database, kernel: str) -> Traffic:
-        """``moved_bytes``, which is linear in tokens, requests and chunks, by its slopes."""
+        """``moved_bytes`` by its slopes."""
 
         def ms(batch: float, s: float, tokens: float) -> float:
-            return db.system.memory_sol_ms(self.moved_bytes(kernel, batch, s, tokens))
+            return float(db.system.memory_sol_ms(self.moved_bytes(kernel, batch, s, tokens)))
 
         per_request = ms(1.0, 0.0, 0.0)
         per_chunk = ms(1.0, float(CHUNK), 0.0) - per_request
-        return Traffic(self.scale, ms(0.0, 0.0, 1.0), per_request, per_chunk, self.lengthy, self.requests_of)
+        return Traffic(self.scale, ms(0.0, 0.0, 1.0), per_request, per_chunk, self.lengthy, self.draft)
 
     def terms_source(self, db: Database) -> Source:
         route = self.route(db)
@@ -123,8 +140,176 @@ class StateKernel(Op):
             curve = Grid.of(grid.coords[:1], grid.ms, grid.power)
             return Surface(curve, lambda batch: self._roofline(db, route.kernel, batch, batch * 0.0))
 
-        return db.kept((self.table, route, self._shapes), build)
+        return db.kept((self.table, route, self.shape), build)
 
-    @cached_property
-    def _shapes(self) -> tuple[Hashable, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self) if field.name not in ("name", "scale", "role"))
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2(StateKernel):
+    """One kernel of a Mamba2 layer. Sizes are those of the model, not divided by tensor parallelism."""
+
+    phase: Literal["context", "generation"]
+    d_model: int
+    d_state: int
+    d_conv: int
+    nheads: int
+    head_dim: int
+    n_groups: int
+    chunk_size: int
+
+    table = "mamba2"
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return self.d_model, self.d_state, self.d_conv, self.nheads, self.head_dim, self.n_groups, self.chunk_size
+
+    def route(self, db: Database) -> Route | None:
+        return Route(self.kernel, self.kernel if self.lengthy else None)
+
+    def stand_in(self, table: Table, rows: slice) -> int:
+        """The first."""
+        return int(rows.start)
+
+    def moved_bytes(self, kernel: str, batch: Coord, s: Coord, tokens: Coord) -> Coord:
+        inner, grouped = self.nheads * self.head_dim, 2 * self.n_groups * self.d_state
+        if kernel in (CONV_FN, CONV_UPDATE):
+            return 2 * tokens * (inner + grouped) * (self.d_conv + 2)
+        return 2 * tokens * (2 * inner + grouped + self.nheads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DeltaNet(StateKernel):
+    """Heads are per GPU."""
+
+    d_model: int
+    num_k_heads: int
+    head_k_dim: int
+    num_v_heads: int
+    head_v_dim: int
+    d_conv: int
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return self.d_model, self.num_k_heads, self.head_k_dim, self.num_v_heads, self.head_v_dim, self.d_conv
+
+    @property
+    def values(self) -> int:
+        return self.num_v_heads * self.head_v_dim
+
+
+GDN_SCAN = "chunk_gated_delta_rule"
+GDN_RECURRENCE = "fused_sigmoid_gating_delta_rule_update"
+STATE_BYTES = {"bfloat16": 2, "float16": 2}
+FULL_STATE = "float32"  # of the measured recurrent kernels
+# (backend, version, kernel, phase) -> the implementations under whose names its rows stand
+VARIANTS = {
+    ("vllm", "0.24.0", GDN_SCAN, "context"): tuple(f"{GDN_SCAN}_{by}" for by in ("flashinfer", "triton", "cutedsl")),
+}
+# (backend, state, kernel, phase) -> rows measured with that state, and the sm versions they hold for
+NARROW_STATE = {
+    ("sglang", "bfloat16", GDN_RECURRENCE, "generation"): ("flashinfer_gated_delta_rule_decode", range(100, 110)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gdn(_DeltaNet):
+    """One kernel of a gated delta net layer. ssm_dtype: of the recurrent state."""
+
+    phase: Literal["context", "generation"]
+    ssm_dtype: str = FULL_STATE
+
+    table = "gdn"
+
+    def route(self, db: Database) -> Route | None:
+        return Route(self.kernel, self._rows_of(db))
+
+    def _rows_of(self, db: Database) -> str | None:
+        if self.kernel in (GDN_SCAN, GDN_RECURRENCE) and self.ssm_dtype != FULL_STATE:
+            rows_of, sm = NARROW_STATE.get((db.backend, self.ssm_dtype, self.kernel, self.phase), (None, range(0)))
+            return rows_of if db.system.sm_version in sm else None
+        variants = VARIANTS.get((db.backend, db.version, self.kernel, self.phase), ())
+        table = db.find(self.table)
+        present = [name for name in variants if table is not None and self.key(table, name) is not None]
+        if len(present) > 1:  # which of them serves is not known
+            return None
+        return present[0] if present else self.kernel
+
+    def moved_bytes(self, kernel: str, batch: Coord, s: Coord, tokens: Coord) -> Coord:
+        channels = 2 * self.num_k_heads * self.head_k_dim + self.values
+        state = self.values * self.head_k_dim
+        if kernel in (CONV_FN, CONV_UPDATE):
+            return 2 * tokens * channels * (self.d_conv + 2)
+        if kernel not in (GDN_SCAN, GDN_RECURRENCE):
+            return 4 * tokens * self.d_model
+        moved = 2 * tokens * (channels + self.values) + 2 * state * STATE_BYTES.get(self.ssm_dtype, 4) * batch
+        return moved + 2 * (s // CHUNK) * state * 2 * batch if kernel == GDN_SCAN else moved
+
+
+# phase -> the kernel that fuses convolution and recurrence, and the recurrence it replaces
+KDA_FUSED = {
+    "verify": ("fused_kda_decode_mtp_dspark", "fused_sigmoid_gating_delta_rule_update"),
+    "generation": ("kda_fused_decode", "fused_recurrent_kda_packed_decode"),
+}
+# kernel -> the parts whose traffic it has
+KDA_PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "causal_conv1d_fn_qkv3": ("convolution",),
+        CONV_UPDATE: ("convolution",),
+        "chunk_kda": ("scan",),
+        "chunk_kda_with_fused_gate": ("scan",),
+        "flashkda_fwd": ("scan",),
+        "fused_recurrent_kda_packed_decode": ("decode",),
+        "fused_kda_decode": ("decode",),
+        "fused_sigmoid_gating_delta_rule_update": ("verify",),
+        "fused_recurrent_kda": ("verify",),
+        "fused_kda_decode_mtp_dspark": ("convolution", "verify"),
+        "kda_fused_decode": ("convolution", "decode"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kda(_DeltaNet):
+    """One kernel of a Kimi delta attention layer. draft_tokens: verified per request in one pass of phase "verify"
+    (accepted and drafted)."""
+
+    phase: Literal["context", "generation", "verify"]
+    draft_tokens: int = 0
+
+    table = "kda"
+
+    def route(self, db: Database) -> Route | None:
+        fused, recurrence = KDA_FUSED.get(self.phase, ("", ""))
+        if self.kernel not in (CONV_UPDATE, recurrence) or not self._is_fused(db, fused):
+            return Route(self.kernel, self.kernel)
+        return None if self.kernel == CONV_UPDATE else Route(fused, fused)
+
+    def _is_fused(self, db: Database, fused: str) -> bool:
+        """Whether only the fused kernel was measured: at all in verification, in this shape in decode."""
+        table = db.find(self.table)
+        if not fused or table is None:
+            return False
+        dims = () if self.phase == "verify" else self.dims
+        rows = [table.rows(kernel, self.phase, *dims) for kernel in (self.kernel, fused)]
+        return rows[0] is None and rows[1] is not None
+
+    @property
+    def draft(self) -> int:
+        return self.draft_tokens if self.phase == "verify" else 0
+
+    def stand_in(self, table: Table, rows: slice) -> int:
+        """The nearest number of value heads."""
+        heads = table.columns[table.key.index("num_v_heads")][rows]
+        return int(rows.start + np.argmin(np.abs(heads - self.num_v_heads)))
+
+    def moved_bytes(self, kernel: str, batch: Coord, s: Coord, tokens: Coord) -> Coord:
+        state = 4 * self.values * self.head_k_dim
+        moved = 0.0
+        for part in KDA_PARTS.get(kernel, ()):
+            if part == "convolution":
+                moved = moved + 6 * tokens * self.values * (self.d_conv + 2)
+                continue
+            moved = moved + 10 * tokens * self.values
+            moved = moved + state * (batch + tokens) if part == "verify" else moved + 2 * state * batch
+            if part == "scan":
+                moved = moved + 2 * state * batch * (s // CHUNK)
+        return moved if kernel in KDA_PARTS else 4 * tokens * self.d_model

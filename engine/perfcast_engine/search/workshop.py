@@ -15,7 +15,7 @@ from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.resolve import measured_fmha, modes_and_comm, resolve
 from perfcast_engine.models.rules import complete, is_moe
 from perfcast_engine.models.spec import ModelSpec
-from perfcast_engine.ops.gemm_tables import measured_as
+from perfcast_engine.ops.gemm import measured_as
 from perfcast_engine.search.space import EP_SIZES
 from perfcast_engine.search.task import Candidate
 from perfcast_engine.serving.worker import worker_of

@@ -1,26 +1,47 @@
-"""Sparse attention under context parallelism: gathers, and what sharing the indexer saves (spec/04 section 9).
+"""Kernels of the indexer of sparse attention that were measured alone, and what follows for whole modules.
 
-A module is measured on one GPU for one rank's tokens. The indexer, however, sees all tokens, and its kernels grow
-faster than linearly: each rank's share of the whole costs more than the kernel of the rank's tokens alone. The
-difference comes from the kernels measured alone.
+Modules were measured with random index scores, on which the top-k kernel is slower than on those of a real model
+(spec/04 section 4.3). And they were measured on one GPU for one rank's tokens: under context parallelism the indexer
+sees all tokens, its kernels grow faster than linearly, and each rank's share of the whole costs more than the kernel of
+the rank's tokens alone (spec/04 section 9).
 """
 
 from __future__ import annotations
 
 import numpy as np
+from perfcast_surface.blend import Held
 
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import PerfDataMissing
-from perfcast_engine.interp import clamped
+from perfcast_engine.interp.clamped import held, nearest_curve, reversed_axes
 from perfcast_engine.interp.grid import Grid
-from perfcast_engine.ops.base import no_slice, slice_of
 from perfcast_engine.ops.collective import Nccl
-from perfcast_engine.ops.topk_calibration import TOPK
+from perfcast_engine.ops.measured import Slice, no_slice
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key
 
+TOPK = "dsv4_csa_topk_calib"
 MQA_LOGITS = "dsv4_paged_mqa_logits_module"
 MQA_CALL = 8192  # tokens that one call of that kernel takes
+
+
+def topk_excess(db: Database, heads: int, variant: str) -> Held | None:
+    """What the top-k kernel spends on random scores (``flat``) beyond those of a model (``top_last``): ms over (batch,
+    new tokens, prefix), held at the ends of what was measured; None where nothing was measured for ``heads``.
+    ``variant``: v1 in prefill, v2 in decode."""
+    return db.kept(("top-k excess", heads, variant), lambda: _excess(db, heads, variant))
+
+
+def _excess(db: Database, heads: int, variant: str) -> Held | None:
+    table = db.find(TOPK)
+    flat, last = (None if table is None else table.grid(heads, f"{variant}_{mode}") for mode in ("flat", "top_last"))
+    if flat is None or last is None:
+        return None
+    here, there = flat.shared(last)
+    if not len(here):
+        return None
+    excess = np.maximum(0.0, flat.ms[here] - last.ms[there])
+    return held(reversed_axes(Grid.of([c[here] for c in flat.coords], excess)))
 
 
 def chunk_of(s: F64, cp: int) -> F64:
@@ -40,21 +61,20 @@ def dsa_delta(db: Database, kernels: str, heads: int, cp: int, at: Points, skip:
     logits, topk = f"{kernels}_mqa_logits_module", f"{kernels}_topk_module"
     if skip and (db.find(logits) is None or db.find(topk) is None):
         return Answer.zero(len(at))
-    chunk = chunk_of(at.s, cp)
     grid = _kernel(db, logits, (heads,))
     last, flat = (_kernel(db, topk, (heads, score)) for score in ("last", "flat"))
-    ms = _saved(grid, grid, cp, at, chunk) + _saved(last, flat, cp, at, chunk)
+    ms = _saved(grid, grid, cp, at) + _saved(last, flat, cp, at)
     return _within(np.where(np.isnan(ms), ms, 0.0) if skip else ms)
 
 
 def csa_delta(db: Database, heads: int, tp: int, cp: int, at: Points) -> Answer:
     """As ``dsa_delta`` for compressed attention with a learned index."""
-    chunk = chunk_of(at.s, cp)
-    topk = db.kept(("top-k by batch", heads), lambda: clamped.reversed_axes(_kernel(db, TOPK, (heads, "v1_top_last"))))
-    ms = _saved(topk, topk, cp, at, chunk)
+    topk = db.kept(("top-k by batch", heads), lambda: reversed_axes(_kernel(db, TOPK, (heads, "v1_top_last"))))
+    ms = _saved(topk, topk, cp, at)
     within = ~np.isnan(ms)  # which also bounds the number of calls
-    part, own = at.take(within), chunk[within]
-    ms[within] += _mqa_logits(db, heads, tp, part) / cp - _mqa_logits(db, heads, tp, part.with_(s=own))
+    part = at.take(within)
+    own = part.with_(s=chunk_of(part.s, cp))
+    ms[within] += _mqa_logits(db, heads, tp, part) / cp - _mqa_logits(db, heads, tp, own)
     return _within(ms)
 
 
@@ -65,11 +85,11 @@ def _kernel(db: Database, name: str, key: tuple[Key, ...]) -> Grid:
     return grid
 
 
-def _saved(whole: Grid, own: Grid, cp: int, at: Points, chunk: F64) -> F64:
+def _saved(whole: Grid, own: Grid, cp: int, at: Points) -> F64:
     """A rank's share of the kernel over all tokens, less the kernel over its own; NaN beyond the longest measured.
     Axes (batch, new tokens, prefix)."""
-    share = clamped.nearest_curve(whole, (at.batch, at.s, at.prefix)) / cp
-    return share - clamped.nearest_curve(own, (at.batch, chunk, at.prefix))
+    share = nearest_curve(whole, (at.batch, at.s, at.prefix)) / cp
+    return share - nearest_curve(own, (at.batch, chunk_of(at.s, cp), at.prefix))
 
 
 def _within(ms: F64) -> Answer:
@@ -81,10 +101,10 @@ def _mqa_logits(db: Database, heads: int, tp: int, at: Points) -> F64:
     """Paged MQA logits of all new tokens, summed over the calls it takes; NaN where nothing anchors one of them."""
     table = db.table(MQA_LOGITS)
     key = (heads, tp if table.rows(heads, tp) is not None else 1)
-    surface = slice_of(db, MQA_LOGITS, key, lambda past, isl, batch: batch * (past * isl + isl * isl / 2))
+    kernel = Slice(MQA_LOGITS, key, lambda past, isl, batch: batch * (past * isl + isl * isl / 2))
     calls = np.ceil(at.s / MQA_CALL).astype(np.int64)
     point = np.repeat(np.arange(len(at)), calls)
     done = (np.arange(len(point)) - np.repeat(np.cumsum(calls) - calls, calls)) * float(MQA_CALL)
     each = at.take(point)
-    ms = surface.at(each.prefix + done, np.minimum(each.s - done, MQA_CALL), each.batch).ms
+    ms = kernel.surface(db).at(each.prefix + done, np.minimum(each.s - done, MQA_CALL), each.batch).ms
     return np.bincount(point, ms, minlength=len(at)).astype(np.float64)
