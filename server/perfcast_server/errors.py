@@ -6,14 +6,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from google.protobuf import duration_pb2
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 from perfcast.v1 import common_pb2
 from perfcast_engine.errors import EngineError
 
+M = TypeVar("M", bound=Message)
 DOMAIN = "perfcast"
 MAX_TEXT, MAX_DETAIL, MAX_DETAILS = 500, 200, 10  # all of it must fit an 8 kB trailer
 RETRY_S = {"LIMIT": 0.1, "LOADING": 0.25, "DRAINING": 0.5, "NOT_READY": 5.0, "STATE_STORE": 0.5}
@@ -63,6 +65,14 @@ class ServiceError(Exception):
 
 def invalid(field: str, message: str) -> ServiceError:
     return ServiceError("INVALID_FIELD", f"{field}: {message}", field=field)
+
+
+def decoded(kind: type[M], data: bytes) -> M:
+    """The message, refused if malformed."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise invalid("request", f"is not a well-formed {kind.DESCRIPTOR.full_name}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from perfcast_server.errors import ServiceError
+from perfcast_server.errors import ServiceError, decoded, refusal
 
 Status = health_pb2.HealthCheckResponse.ServingStatus
 
@@ -81,26 +81,27 @@ class Health:
         up = state is State.SERVING or (name == "" and state is State.LOADING)
         return int(Status.Value("SERVING" if up else "NOT_SERVING"))
 
-    async def check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
-        status = self.status(request.service)
+    async def check(self, data: bytes, context: Any) -> health_pb2.HealthCheckResponse:
+        status = self.status(await _service(data, context))
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+    async def watch(self, data: bytes, context: Any) -> None:
+        name = await _service(data, context)
         if self._watchers >= self._max_watchers:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch the health already")
         self._watchers += 1
         try:
-            await self._tell(request, context)
+            await self._tell(name, context)
         finally:
             self._watchers -= 1
 
-    async def _tell(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+    async def _tell(self, name: str, context: Any) -> None:
         told: int | None = None
         while True:
             seen, state = self._lifecycle.changes, self._lifecycle.state
-            status = self.status(request.service)
+            status = self.status(name)
             status = int(Status.Value("SERVICE_UNKNOWN")) if status is None else status
             if status != told:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
@@ -111,11 +112,20 @@ class Health:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         response = health_pb2.HealthCheckResponse.SerializeToString
-        request = health_pb2.HealthCheckRequest.FromString
         return grpc.method_handlers_generic_handler(
             "grpc.health.v1.Health",
             {
-                "Check": grpc.unary_unary_rpc_method_handler(self.check, request, response),
-                "Watch": grpc.unary_stream_rpc_method_handler(self.watch, request, response),
+                "Check": grpc.unary_unary_rpc_method_handler(self.check, None, response),
+                "Watch": grpc.unary_stream_rpc_method_handler(self.watch, None, response),
             },
         )
+
+
+async def _service(data: bytes, context: Any) -> str:
+    """Whose health is asked for."""
+    try:
+        return str(decoded(health_pb2.HealthCheckRequest, data).service)
+    except ServiceError as error:
+        told = refusal(error)
+        await context.abort(told.code, told.message, told.trailers())
+        raise

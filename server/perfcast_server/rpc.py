@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from perfcast_server.cache import Answers, Key
 from perfcast_server.callers import Caller, Gate
-from perfcast_server.errors import ServiceError, invalid, refusal
+from perfcast_server.errors import ServiceError, decoded, invalid, refusal
 from perfcast_server.lifecycle import Lifecycle, draining
 from perfcast_server.metrics import Meter, Metrics
 from perfcast_server.settings import Settings
@@ -80,10 +80,7 @@ Traced = Callable[[str, str, Handler], Handler]  # wraps the handler of a servic
 
 def parsed(kind: type[Message], data: bytes) -> Any:
     """The message, refused if malformed or if it says something that this build does not know."""
-    try:
-        message = kind.FromString(data)
-    except DecodeError:
-        raise invalid("request", f"is not a well-formed {kind.DESCRIPTOR.full_name}") from None
+    message = decoded(kind, data)
     size = message.ByteSize()
     message.DiscardUnknownFields()
     if message.ByteSize() != size:

@@ -44,6 +44,22 @@ def test_health_knows_the_process_each_service_and_each_engine(served: Running) 
         assert health(channel, "perfcast.v1.Oracle") is grpc.StatusCode.NOT_FOUND
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+    ],
+)
+def test_malformed_requests_to_the_standard_services_are_refused_as_such(served: Running, path: str) -> None:
+    with grpc.insecure_channel(served.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        list(channel.stream_stream(path)(iter([b"\x0a\xff"]), timeout=60))
+    told = errors.from_call(caught.value.code(), caught.value.details(), caught.value.trailing_metadata())
+    assert (told.code, told.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+    assert "DecodeError" not in told.message
+
+
 def test_a_watcher_hears_of_the_drain() -> None:
     with running() as served, grpc.insecure_channel(served.address) as channel:
         heard = health_pb2_grpc.HealthStub(channel).Watch(
