@@ -12,18 +12,24 @@ import pytest
 from perfcast_client import AsyncClient, Client
 
 from tests.server.processes import serving
+from tests.server.running import PATIENCE_S
 
 
 class Way:
-    """A client of one kind over one transport; ``do`` makes both kinds look alike."""
+    """A client of one kind over one transport, as in ``name``; ``do`` makes both kinds look alike."""
 
-    def __init__(self, target: str, kind: str) -> None:
+    def __init__(self, name: str, addresses: dict[str, str]) -> None:
+        self.name = name
+        transport, kind = name.split("-")
+        target = addresses[transport]
         self.is_async = kind == "asyncio"
         self._runner = asyncio.Runner()
-        self.client: Any = self._runner.run(self._made(target)) if self.is_async else Client(target)
+        self.client: Any = (
+            self._runner.run(self._made(target)) if self.is_async else Client(target, deadline_s=PATIENCE_S)
+        )
 
     async def _made(self, target: str) -> AsyncClient:
-        return AsyncClient(target)
+        return AsyncClient(target, deadline_s=PATIENCE_S)
 
     def do(self, asked: Any) -> Any:
         async def awaited() -> Any:
@@ -47,7 +53,6 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 
 @pytest.fixture(scope="session", params=["tcp-blocking", "tcp-asyncio", "unix-blocking", "unix-asyncio"])
 def way(request: pytest.FixtureRequest, remote: dict[str, str]) -> Iterator[Way]:
-    transport, kind = request.param.split("-")
-    way = Way(remote[transport], kind)
+    way = Way(request.param, remote)
     yield way
     way.close()

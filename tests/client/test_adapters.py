@@ -305,7 +305,7 @@ def test_planner_models_never_raise(way: Way, caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_change_of_capabilities_makes_the_model_anew_with_its_history(way: Way) -> None:
-    model = planner_model(way, "decode", state=f"anew-{way.is_async}-{id(way)}")
+    model = planner_model(way, "decode", state=f"anew-{way.name}")
     way.do(model.add_observations({("w", 0): iteration(0, 10, 12.0)[0]}))
     model.update_capabilities({"max_num_seqs": 64})
     assert way.do(model.num_observations()) == 1

@@ -23,7 +23,7 @@ from perfcast_client import (
 )
 from perfcast_client.errors import InvalidRequest
 
-from tests.server.running import Running
+from tests.server.running import SEARCH_PATIENCE_S, Running
 
 ENGINE = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 LOAD = Workload(isl=4000, osl=500, prefix=500, images=Images(count=1, height=720, width=1280))
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused_by_its_path(change, path: str) -> None:
 
 
 def test_results_are_frozen_and_json(served: Running) -> None:
-    with Client(served.address) as client:
+    with Client(served.address, deadline_s=SEARCH_PATIENCE_S) as client:
         task = dataclasses.replace(TASK, workload=Workload(isl=4000, osl=500), targets=Targets(), total_gpus=8)
         found = client.search_result(task)
         told = json.loads(json.dumps(found.to_dict(), allow_nan=False))

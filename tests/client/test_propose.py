@@ -18,7 +18,7 @@ from perfcast_client.adapters import Pool, ProposePlugin, Registration, plugin_s
 from perfcast_client.adapters.msgpack import unpack
 from perfcast_client.adapters.plugin_schema import messages as m
 
-from tests.server.running import eventually
+from tests.server.running import PATIENCE_S, eventually
 
 ENGINE = EngineConfig(model="Qwen/Qwen3-32B", system="h200_sxm", backend="vllm", tp=4)
 POOLS = {
@@ -64,6 +64,7 @@ def record(**parts: dict[str, int]) -> bytes:
 @contextmanager
 def plugin(kind: str, target: str, **options: Any) -> Iterator[Any]:
     """A channel to a running plugin."""
+    options = {"deadline_s": PATIENCE_S} | options
     if kind == "blocking":
         with Client(target) as client:
             server, port = ProposePlugin(client, POOLS, **options).server()
@@ -86,17 +87,19 @@ def plugin(kind: str, target: str, **options: Any) -> Iterator[Any]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    started.wait(60)
-    with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
-        yield channel
-    stop.set()
-    thread.join()
+    try:
+        assert started.wait(PATIENCE_S)
+        with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
+            yield channel
+    finally:
+        stop.set()
+        thread.join(PATIENCE_S)
 
 
 def call(channel: Any, method: str, request: Any, response: Any) -> Any:
     service = plugin_schema.PROPOSE if method == "Propose" else plugin_schema.LIFECYCLE
     stub = channel.unary_unary(f"/{service}/{method}", lambda part: part.SerializeToString(), response.FromString)
-    return stub(request, timeout=60)
+    return stub(request, timeout=2 * PATIENCE_S)
 
 
 def proposed(channel: Any, context: Any) -> dict[str, int] | None:

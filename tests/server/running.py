@@ -21,6 +21,7 @@ from perfcast_server.settings import Settings
 from prometheus_client.parser import text_string_to_metric_families
 
 PATIENCE_S = 60.0
+SEARCH_PATIENCE_S = 300.0  # searches run below everything else on the machine
 
 
 class Running:

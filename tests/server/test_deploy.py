@@ -27,7 +27,7 @@ from perfcast_client.deployments import EncodeWorkers, SearchResult
 from perfcast_client.errors import InvalidRequest, LimitExceeded, NotFound, OutOfMemory
 from perfcast_deploy.bundle import parse
 
-from tests.server.running import Running
+from tests.server.running import SEARCH_PATIENCE_S, Running
 
 MODEL = "Qwen/Qwen3-32B-FP8"
 CONFIG = EngineConfig(model=MODEL, system="h200_sxm", backend="vllm", tp=4)
@@ -38,7 +38,7 @@ CONFIG_TO_SEARCH = EngineConfig(model=MODEL, system="h200_sxm", backend="vllm")
 
 @pytest.fixture(scope="module")
 def client(served: Running) -> Iterator[Client]:
-    with Client(served.address) as client:
+    with Client(served.address, deadline_s=SEARCH_PATIENCE_S) as client:
         yield client
 
 

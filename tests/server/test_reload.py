@@ -20,7 +20,7 @@ from perfcast_client.results import EngineStamp
 from perfcast_server.settings import Settings, SettingsError
 from perfcast_systems import ROOT
 
-from tests.server.running import Process, Running, eventually, process, running
+from tests.server.running import SEARCH_PATIENCE_S, Process, Running, eventually, process, running
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 ROOFLINE = EngineConfig(**{**CONFIG.to_dict(), "database_mode": "sol"})
@@ -262,10 +262,10 @@ def test_a_search_is_made_in_the_new_data(place: Place, alone: Running) -> None:
 
     task = SearchTask(engine=replace(ROOFLINE, tp=1), workload=Workload(isl=1000, osl=100), total_gpus=4)
     with client(alone.address) as ada:
-        old = ada.search_result(task)
+        old = ada.search_result(task, SEARCH_PATIENCE_S)
         place.put(faster(2))
         ada.reload_data()
-        new = ada.search_result(task)
+        new = ada.search_result(task, SEARCH_PATIENCE_S)
         versions = [{engine.stamp.data_version for engine in r.experiments[0].engines} for r in (old, new)]
         assert versions[0].isdisjoint(versions[1])
 

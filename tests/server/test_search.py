@@ -29,7 +29,7 @@ from perfcast_engine.search import task as own
 from perfcast_engine.serving.workload import Targets as OwnTargets
 from perfcast_engine.serving.workload import Workload as OwnWorkload
 
-from tests.server.running import Running, eventually, running
+from tests.server.running import SEARCH_PATIENCE_S, Running, eventually, running
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm")
 LOAD = Workload(isl=4000, osl=500, prefix=500)
@@ -53,7 +53,7 @@ def served():
 
 @pytest.fixture(scope="module")
 def client(served: Running):
-    with Client(served.address) as client:
+    with Client(served.address, deadline_s=SEARCH_PATIENCE_S) as client:
         yield client
 
 
@@ -148,7 +148,7 @@ def test_a_kept_answer_needs_no_search(served: Running, client: Client) -> None:
 def test_equal_searches_under_way_are_one(served: Running) -> None:
     searched = served.metric("search_seconds_count")
     task = dataclasses.replace(LONG, top=3, backends=("trtllm",))
-    with ThreadPoolExecutor(4) as pool, Client(served.address) as client:
+    with ThreadPoolExecutor(4) as pool, Client(served.address, deadline_s=SEARCH_PATIENCE_S) as client:
         found = list(pool.map(lambda _: client.search_result(task), range(4)))
     assert all(one.to_dict() == found[0].to_dict() for one in found)
     assert served.metric("search_seconds_count") == searched + 1
@@ -229,7 +229,7 @@ def test_a_search_process_that_dies_is_an_error_once(served: Running, client: Cl
 
 
 async def test_the_asyncio_client_searches_too(served: Running) -> None:
-    async with AsyncClient(served.address) as client:
+    async with AsyncClient(served.address, deadline_s=SEARCH_PATIENCE_S) as client:
         events = [event async for event in client.search(dataclasses.replace(TASK, top=2))]
         assert isinstance(events[-1], SearchResult) and len(events[-1].experiments[0].picks) == 2
         long = client.search(dataclasses.replace(LONG, top=61))
