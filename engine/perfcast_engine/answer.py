@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +75,7 @@ class Points:
         return self.batch, self.s, self.prefix, self.x, self.imbalance
 
     def take(self, which: Mask | NDArray[np.intp]) -> Points:
-        return Points(self.batch[which], self.s[which], self.prefix[which], self.x[which], self.imbalance[which])
+        return Points(*(column[which] for column in self.columns))
 
     def with_(self, **fields: F64) -> Points:
         return replace(self, **fields)
@@ -84,8 +84,35 @@ class Points:
 Miss = tuple[Mask, EngineError]
 
 
+def moved(misses: Iterable[Miss], places: NDArray[np.intp], n: int) -> list[Miss]:
+    """The misses of points that become those at ``places`` among ``n`` points."""
+    out: list[Miss] = []
+    for mask, error in misses:
+        whole = np.zeros(n, np.bool_)
+        whole[places[mask]] = True
+        out.append((whole, error))
+    return out
+
+
+class Missing:
+    """What can be asked about points that have no value."""
+
+    __slots__ = ()
+    misses: list[Miss]
+
+    def first_error(self) -> EngineError | None:
+        """The error of the first point that misses (of the first operator, where several miss it)."""
+        return min(self.misses, key=lambda miss: int(np.argmax(miss[0])))[1] if self.misses else None
+
+    def raise_first(self) -> Self:
+        error = self.first_error()
+        if error is not None:
+            raise error
+        return self
+
+
 @dataclass(slots=True)
-class Answer:
+class Answer(Missing):
     """Latencies (ms) and energies (W ms) of N points with their origin.
 
     ms, energy: float64 (N,), NaN where missing; source: Source codes (N,) uint8; tier: Tier codes (N,) uint8;
@@ -170,19 +197,6 @@ class Answer:
             gone |= mask
         return gone
 
-    def first_error(self) -> EngineError | None:
-        """The error of the first point that misses (of the first operator, where several miss it)."""
-        if not self.misses:
-            return None
-        first = min(self.misses, key=lambda miss: int(np.argmax(miss[0])))
-        return first[1]
-
-    def raise_first(self) -> Answer:
-        error = self.first_error()
-        if error is not None:
-            raise error
-        return self
-
 
 def total(answers: Iterable[Answer], n: int) -> Answer:
     """Left-to-right sum of operators over N points; zero tagged SILICON when there is none."""
@@ -242,8 +256,5 @@ def gather(parts: Sequence[tuple[Mask, Answer]]) -> Answer:
     for where, part in parts:
         whole.ms[where], whole.energy[where] = part.ms, part.energy
         whole.source[where], whole.tier[where] = part.source, part.tier
-        for mask, error in part.misses:
-            spread = where.copy()
-            spread[where] = mask
-            whole.misses.append((spread, error))
+        whole.misses.extend(moved(part.misses, np.flatnonzero(where), n))
     return whole

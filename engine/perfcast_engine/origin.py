@@ -7,11 +7,11 @@ weights (N,). Weights of 0 leave a latency out, also one that misses.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Mask, Source
+from perfcast_engine.answer import F64, Source
 
 KINDS = len(Source)
 
@@ -91,22 +91,6 @@ class Scaled:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Of latencies at the True places of ``where``, and of nothing elsewhere."""
-
-    inner: Origin
-    where: Mask
-
-    def rows(self) -> F64:
-        out = np.zeros((len(self.where), KINDS))
-        out[self.where] = self.inner.rows()
-        return out
-
-    def total(self, weights: F64) -> F64:
-        return self.inner.total(weights[self.where])
-
-
-@dataclass(frozen=True, slots=True)
 class Joined:
     """Of latencies one after another; ends: how many there are up to the end of each part."""
 
@@ -126,7 +110,7 @@ class Gathered:
     """Of samples summed over the ``n`` points that they belong to."""
 
     inner: Origin
-    point: Any
+    point: np.ndarray
     n: int
 
     def rows(self) -> F64:

@@ -285,7 +285,7 @@ def _weighed(phase: Phase, at: Points, weight: F64, operators: bool) -> StepResu
     """Attention times ``weight`` (N,), nothing where that is 0."""
     live = weight != 0
     if operators or 2 * np.count_nonzero(live) > len(live):
-        return blanked(phase.price_attention(at, operators).scaled(weight), ~live)
+        return phase.price_attention(at, operators).scaled(weight)
     if not live.any():
         return StepResult.zero(len(at))
     return phase.price_attention(at.take(live), False).scaled(weight[live]).spread(live)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer, Mask, Miss, Source
+from perfcast_engine.answer import F64, Answer, Mask, Miss, Missing, Source, moved
 from perfcast_engine.errors import EngineError
-from perfcast_engine.origin import Gathered, Joined, Scaled, Spread, Summed, Tagged
+from perfcast_engine.origin import Gathered, Joined, Scaled, Summed, Tagged
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Missing):
     """Latencies of N steps. ms: (N,) NaN where data miss; origin: by source; tier: (N,); energy: (N,) W ms; operators:
     per-operator answers, where asked for; misses: (mask, error) pairs."""
 
@@ -49,34 +49,28 @@ class StepResult:
         )
 
     def scaled(self, factor: F64) -> StepResult:
-        operators = self.operators and {name: answer.scaled(factor) for name, answer in self.operators.items()}
-        return replace(
-            self,
-            ms=self.ms * factor,
-            origin=Summed((Scaled(self.origin, factor),), len(factor)),
-            energy=self.energy * factor,
-            operators=operators,
+        """Times ``factor`` (N,); 0 leaves a point out and forgets what it misses. No operators where it leaves none."""
+        live = factor != 0
+
+        def times(values: F64) -> F64:
+            return np.where(live, values * factor, 0.0)
+
+        operators = self.operators
+        if operators:
+            listed = operators.items() if live.any() else ()
+            operators = {name: replace(a, ms=times(a.ms), energy=times(a.energy)) for name, a in listed}
+        return StepResult(
+            times(self.ms),
+            Summed((Scaled(self.origin, factor),), len(factor)),
+            np.where(live, self.tier, np.uint8(0)),
+            times(self.energy),
+            [(mask & live, error) for mask, error in self.misses if (mask & live).any()],
+            operators,
         )
 
     def spread(self, where: Mask) -> StepResult:
         """These points at the True places of ``where``, 0 ms elsewhere."""
-
-        def over(values: np.ndarray) -> np.ndarray:
-            out = np.zeros((len(where), *values.shape[1:]), values.dtype)
-            out[where] = values
-            return out
-
-        def answer(a: Answer) -> Answer:
-            return Answer(over(a.ms), over(a.source), over(a.tier), over(a.energy))
-
-        return StepResult(
-            over(self.ms),
-            Summed((Spread(self.origin, where),), len(where)),
-            over(self.tier),
-            over(self.energy),
-            [(over(mask), error) for mask, error in self.misses],
-            self.operators and {name: answer(a) for name, a in self.operators.items()},
-        )
+        return gathered(self, np.flatnonzero(where), len(where))
 
     def errors(self) -> dict[int, EngineError]:
         """The first error of each point that has no latency, by point index."""
@@ -86,22 +80,13 @@ class StepResult:
                 found.setdefault(int(index), error)
         return found
 
-    def raise_first(self) -> StepResult:
-        errors = self.errors()
-        if errors:
-            raise errors[min(errors)]
-        return self
-
 
 def joined(results: Sequence[StepResult]) -> StepResult:
     """Results of neighbouring points, without operators, as one."""
     ends = np.cumsum([len(result) for result in results])
     misses: list[Miss] = []
-    for result, end in zip(results, ends, strict=True):
-        for mask, error in result.misses:
-            whole = np.zeros(ends[-1], np.bool_)
-            whole[end - len(result) : end] = mask
-            misses.append((whole, error))
+    for result, end in zip(results, ends.tolist(), strict=True):
+        misses += moved(result.misses, np.arange(end - len(result), end), ends[-1])
     origin = Joined(tuple(result.origin for result in results), tuple(ends.tolist()))
     ms, tier, energy = (
         np.concatenate([getattr(result, name) for result in results]) for name in ("ms", "tier", "energy")
@@ -110,50 +95,32 @@ def joined(results: Sequence[StepResult]) -> StepResult:
 
 
 def _merged(a: dict[str, Answer] | None, b: dict[str, Answer] | None) -> dict[str, Answer] | None:
-    if a is None or b is None:
-        return a if b is None else b
-    out = dict(a)
-    for name, answer in b.items():
+    return _folded([*a.items(), *b.items()]) if a is not None and b is not None else a if b is None else b
+
+
+def _folded(answers: Iterable[tuple[str, Answer]]) -> dict[str, Answer]:
+    """Answers of one name added up."""
+    out: dict[str, Answer] = {}
+    for name, answer in answers:
         out[name] = out[name] + answer if name in out else answer
     return out
 
 
 def combined(answers: list[tuple[str, Answer]], n: int, listed: bool) -> StepResult:
-    folded: dict[str, Answer] = {}
+    """The sum of named operators over N points."""
     ms, energy, tier = np.zeros(n), np.zeros(n), np.zeros(n, np.uint8)
     misses: list[Miss] = []
-    for name, answer in answers:
-        ms = ms + answer.ms
-        energy = energy + answer.energy
-        tier = np.maximum(tier, answer.tier)
+    for _, answer in answers:
+        ms, energy, tier = ms + answer.ms, energy + answer.energy, np.maximum(tier, answer.tier)
         misses += answer.misses
-        if listed:
-            folded[name] = folded[name] + answer if name in folded else answer
     origin = Summed(tuple(Tagged(answer.ms, answer.source) for _, answer in answers), n)
-    return StepResult(ms, origin, tier, energy, misses, folded if listed else None)
+    return StepResult(ms, origin, tier, energy, misses, _folded(answers) if listed else None)
 
 
 def blanked(result: StepResult, idle: Any) -> StepResult:
-    """Zero latency and no miss where there is nothing to do; no operators where no point has any."""
+    """Zero latency and no miss where there is nothing to do."""
     idle = np.atleast_1d(idle)
-    if not idle.any():
-        return result
-    misses = [(mask & ~idle, error) for mask, error in result.misses if (mask & ~idle).any()]
-    operators = result.operators
-    if operators is not None:
-        operators = {} if idle.all() else {name: _blanked(answer, idle) for name, answer in operators.items()}
-    return StepResult(
-        np.where(idle, 0.0, result.ms),
-        Summed((Scaled(result.origin, (~idle).astype(np.float64)),), len(idle)),
-        np.where(idle, np.uint8(0), result.tier),
-        np.where(idle, 0.0, result.energy),
-        misses,
-        operators,
-    )
-
-
-def _blanked(answer: Answer, idle: Mask) -> Answer:
-    return replace(answer, ms=np.where(idle, 0.0, answer.ms), energy=np.where(idle, 0.0, answer.energy))
+    return result.scaled((~idle).astype(np.float64)) if idle.any() else result
 
 
 def gathered(samples: StepResult, point: np.ndarray, n: int) -> StepResult:
@@ -162,18 +129,20 @@ def gathered(samples: StepResult, point: np.ndarray, n: int) -> StepResult:
     def summed(values: F64) -> F64:
         return np.bincount(point, values, n).astype(np.float64, copy=False)
 
-    tier = np.zeros(n, np.uint8)
-    np.maximum.at(tier, point, samples.tier)
-    misses: list[Miss] = []
-    for mask, error in samples.misses:
-        gone = np.zeros(n, np.bool_)
-        gone[point[mask]] = True
-        misses.append((gone, error))
+    misses = moved(samples.misses, point, n)
     operators = samples.operators
     if operators is not None:
         operators = {name: _fold(answer, point, n) for name, answer in operators.items()} if len(point) else {}
     origin = Summed((Gathered(samples.origin, point, n),), n)
+    tier = _largest(samples.tier, point, n)
     return StepResult(summed(samples.ms), origin, tier, summed(samples.energy), misses, operators)
+
+
+def _largest(tier: np.ndarray, point: np.ndarray, n: int) -> np.ndarray:
+    out = np.zeros(n, np.uint8)
+    if tier.any():
+        np.maximum.at(out, point, tier)
+    return out
 
 
 def _fold(answer: Answer, point: np.ndarray, n: int) -> Answer:
@@ -187,6 +156,4 @@ def _fold(answer: Answer, point: np.ndarray, n: int) -> Answer:
     np.maximum.at(high, point[live], answer.source[live])
     seen = low != 255
     source[seen] = np.where(low[seen] == high[seen], low[seen], np.uint8(Source.MIXED))
-    tier = np.zeros(n, np.uint8)
-    np.maximum.at(tier, point, answer.tier)
-    return Answer(ms, source, tier, energy)
+    return Answer(ms, source, _largest(answer.tier, point, n), energy)
