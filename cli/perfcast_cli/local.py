@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
-from time import perf_counter
+from time import monotonic
 from typing import Any, TypeVar
 
-from google.protobuf.message import Message
 from perfcast.v1 import search_pb2
 from perfcast_client.calls import Call
 from perfcast_client.client import Client, Questions
 from perfcast_client.errors import DeadlineExceeded, from_detail
 from perfcast_engine.errors import EngineError
 from perfcast_engine.predictor import Predictor
-from perfcast_engine.search.task import Cancelled
 from perfcast_server import searching
 from perfcast_server.errors import ServiceError, refusal
 from perfcast_server.settings import Settings
@@ -62,9 +60,13 @@ class Local(Questions):
 
     def _run(self, call: Call[T], deadline_s: float | None) -> T:
         try:
-            if isinstance(call.request, search_pb2.RecommendRequest):
-                ended = _Deadline(deadline_s or call.deadline_s)
-                return call.read(searching.recommend(call.request, self._predictor, self._settings, ended))
+            request = call.request
+            if isinstance(request, search_pb2.RecommendRequest):
+                (answer,) = _in_time(
+                    lambda put: put(searching.recommend(request, self._predictor, self._settings)),
+                    deadline_s or call.deadline_s,
+                )
+                return call.read(answer)
             return call.read(asyncio.run(self._answer(call)))
         except Exception as error:
             raise _told(error) from None
@@ -79,42 +81,56 @@ class Local(Questions):
         return [part async for part in method.answers(request)]
 
     def _stream(self, call: Call[T], deadline_s: float | None) -> Generator[T, None, None]:
-        events: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
-        ended = _Deadline(deadline_s or call.deadline_s)
-        threading.Thread(target=self._search, args=(call.request, events.put, ended), daemon=True).start()
-        try:
-            result = False
-            while not result:
-                event = events.get()
-                if isinstance(event, BaseException):
-                    raise _told(event) from None
-                result = event.HasField("result")
-                yield call.read(event)
-        finally:
-            ended.at = 0.0
+        request: Any = call.request
 
-    def _search(self, request: Any, put: Any, ended: _Deadline) -> None:
-        try:
-            result = searching.search(
-                request,
-                self._predictor,
-                self._settings,
-                lambda progress: put(search_pb2.SearchResponse(progress=progress)),
-                ended,
-            )
+        def search(put: Callable[[Any], None]) -> None:
+            def tell(progress: search_pb2.SearchProgress) -> None:
+                put(search_pb2.SearchResponse(progress=progress))
+
+            result = searching.search(request, self._predictor, self._settings, tell)
             put(search_pb2.SearchResponse(result=result))
+
+        try:
+            for event in _in_time(search, deadline_s or call.deadline_s):
+                yield call.read(event)
+        except Exception as error:
+            raise _told(error) from None
+
+
+class _Unheard(Exception):
+    """Nobody listens any more."""
+
+
+def _in_time(work: Callable[[Callable[[Any], None]], None], seconds: float) -> Generator[Any, None, None]:
+    """What ``work`` puts, in a thread of its own, which ends with the next word after its listener has left."""
+    events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    until, left = monotonic() + seconds, threading.Event()
+
+    def put(event: Any) -> None:
+        if left.is_set():
+            raise _Unheard
+        events.put(("told", event))
+
+    def run() -> None:
+        try:
+            work(put)
+            events.put(("done", None))
         except BaseException as error:
-            put(error)
+            events.put(("failed", error))
 
-
-class _Deadline:
-    """Whether the time is up."""
-
-    def __init__(self, seconds: float) -> None:
-        self.at = perf_counter() + seconds
-
-    def __call__(self) -> bool:
-        return perf_counter() >= self.at
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        while True:
+            kind, event = events.get(timeout=max(0.0, until - monotonic()))
+            if kind == "failed":
+                raise event
+            if kind == "done":
+                return
+            yield event
+    except queue.Empty:
+        raise DeadlineExceeded("no answer within the deadline", code="DEADLINE_EXCEEDED", reason="DEADLINE") from None
+    finally:
+        left.set()
 
 
 def _told(error: BaseException) -> BaseException:
@@ -122,8 +138,6 @@ def _told(error: BaseException) -> BaseException:
     if isinstance(error, EngineError | ServiceError):
         told = refusal(error).detail()
         return from_detail(told.reason, told.message, told.metadata)
-    if isinstance(error, Cancelled):
-        return DeadlineExceeded("no answer within the deadline", code="DEADLINE_EXCEEDED", reason="DEADLINE")
     return error
 
 

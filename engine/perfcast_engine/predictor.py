@@ -110,19 +110,17 @@ class Predictor:
         self,
         task: SearchTask,
         progress: Callable[[Progress], None] = lambda _: None,
-        cancelled: Callable[[], bool] = lambda: False,
     ) -> SearchResult:
         """The best deployments; see ``perfcast_engine.search.search``."""
-        return search(task, TableWorkshop(self.catalog, self.registry), progress, cancelled)
+        return search(task, TableWorkshop(self.catalog, self.registry), progress)
 
     def recommend(
         self,
         task: SearchTask,
         progress: Callable[[Progress], None] = lambda _: None,
-        cancelled: Callable[[], bool] = lambda: False,
     ) -> SearchResult:
         """The fewest GPUs for a load; see ``perfcast_engine.search.recommend``."""
-        return recommend(task, TableWorkshop(self.catalog, self.registry), progress, cancelled)
+        return recommend(task, TableWorkshop(self.catalog, self.registry), progress)
 
     def _data_version(self, resolved: Resolved) -> str:
         """Digest of the system's figures, and of the pack where it answers."""

@@ -19,7 +19,7 @@ class Search:
 
     def __init__(self, searchers: Searchers) -> None:
         self._searchers = searchers
-        self._running: Broadcast[tuple[int, bytes], bytes] = Broadcast()
+        self._running: Broadcast[tuple[object, bytes], bytes] = Broadcast()
 
     def methods(self) -> tuple[Method, ...]:
         return (

@@ -1,11 +1,13 @@
-"""A process that searches, one request at a time: ``python -m perfcast_server.search_process SETTINGS``.
+"""Where searches run: ``python -m perfcast_server.search_process SETTINGS``, with a Unix socket as standard input.
 
-Frames of kind, length, payload come on standard input and leave on standard output. In: S(earch), R(ecommend) with a
-request, C(ancel) for the one in work. Out: P(rogress) as it is made, then A(nswer), E(rror) or X (cancelled).
+It loads what a search needs, then forks a child for every socket that it is sent over its own. Over that, the child
+takes frames of kind, length, payload: S(earch) or R(ecommend) with a request. It sends I(d) with the number of its
+process first, and for each request P(rogress) as it is made, then A(nswer) or E(rror). Who wants no answer kills it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -13,15 +15,15 @@ import os
 import queue
 import secrets
 import signal
+import socket
 import struct
 import sys
 import threading
 from pathlib import Path
-from typing import BinaryIO
+from typing import NoReturn
 
 from perfcast.v1 import search_pb2
 from perfcast_engine.predictor import Predictor
-from perfcast_engine.search.task import Cancelled
 
 from perfcast_server import logs, searching
 from perfcast_server.errors import refusal
@@ -30,30 +32,26 @@ from perfcast_server.settings import Settings
 log = logging.getLogger("perfcast.search")
 
 HEADER = struct.Struct(">cI")
-SEARCH, RECOMMEND, CANCEL, PROGRESS, ANSWER, ERROR, CANCELLED = b"S", b"R", b"C", b"P", b"A", b"E", b"X"
+SEARCH, RECOMMEND, ID, PROGRESS, ANSWER, ERROR = b"S", b"R", b"I", b"P", b"A", b"E"
 NICENESS = 10  # below the process that answers step queries
 
 
 class Searcher:
-    """The requests that come in on a stream, and their answers on another."""
+    """Answers the requests that come in on a socket, one after another."""
 
-    def __init__(self, settings: Settings, inbox: BinaryIO, outbox: BinaryIO) -> None:
+    def __init__(self, settings: Settings, predictor: Predictor, end: socket.socket) -> None:
         self._settings = settings
-        self._inbox = inbox
-        self._outbox = outbox
+        self._predictor = predictor
+        self._inbox, self._outbox = end.makefile("rb"), end.makefile("wb")
         self._asked: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
-        self._unwanted = threading.Event()
 
-    def run(self) -> None:
-        """Until the inbox ends."""
+    def run(self) -> NoReturn:
+        self._send(ID, str(os.getpid()).encode())
         threading.Thread(target=self._listen, daemon=True).start()
-        predictor = Predictor(roots=self._settings.data)
         while True:
             kind, request = self._asked.get()
             try:
-                self._send(ANSWER, self._answer(kind, request, predictor))
-            except Cancelled:
-                self._send(CANCELLED)
+                self._send(ANSWER, self._answer(kind, request))
             except Exception as error:
                 incident = secrets.token_hex(4)
                 told = refusal(error, incident)
@@ -61,16 +59,15 @@ class Searcher:
                     log.error("unforeseen error", exc_info=error, extra={"incident": incident})
                 self._send(ERROR, told.detail().SerializeToString())
             if resident_bytes() > self._settings.max_engine_bytes:
-                predictor = Predictor(roots=self._settings.data)  # forgets the tables of all systems asked about
+                self._predictor = Predictor(roots=self._settings.data)  # forgets the tables of all systems asked about
                 gc.collect()
 
-    def _answer(self, kind: bytes, data: bytes, predictor: Predictor) -> bytes:
-        settings, cancelled = self._settings, self._unwanted.is_set
+    def _answer(self, kind: bytes, data: bytes) -> bytes:
         if kind == RECOMMEND:
             asked = search_pb2.RecommendRequest.FromString(data)
-            return searching.recommend(asked, predictor, settings, cancelled).SerializeToString()
+            return searching.recommend(asked, self._predictor, self._settings).SerializeToString()
         request = search_pb2.SearchRequest.FromString(data)
-        result = searching.search(request, predictor, settings, self._tell, cancelled)
+        result = searching.search(request, self._predictor, self._settings, self._tell)
         return search_pb2.SearchResponse(result=result).SerializeToString()
 
     def _tell(self, progress: search_pb2.SearchProgress) -> None:
@@ -80,15 +77,10 @@ class Searcher:
         self._outbox.write(HEADER.pack(kind, len(data)) + data)
         self._outbox.flush()
 
-    def _listen(self) -> None:
+    def _listen(self) -> NoReturn:
         while header := self._inbox.read(HEADER.size):
             kind, size = HEADER.unpack(header)
-            data = self._inbox.read(size)
-            if kind == CANCEL:
-                self._unwanted.set()
-            else:
-                self._unwanted.clear()
-                self._asked.put((kind, data))
+            self._asked.put((kind, self._inbox.read(size)))
         os._exit(0)  # whoever asks is gone
 
 
@@ -103,13 +95,25 @@ def resident_bytes() -> int:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # ends with its server, which may still wait for an answer
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end leave nothing behind
     os.nice(NICENESS)
     told = json.loads(sys.argv[1])
     settings = Settings(**told | {"data": tuple(told["data"])})
     logs.configure(settings.log_level, settings.log_format)
-    outbox = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a stray print must not break a frame
-    Searcher(settings, sys.stdin.buffer, outbox).run()
+    predictor = Predictor(roots=settings.data)
+    gc.collect()
+    gc.freeze()  # collections in children would copy what they share
+    with socket.socket(fileno=sys.stdin.fileno()) as own:
+        while True:
+            _, ends, _, _ = socket.recv_fds(own, 1, 1)
+            if not ends:
+                break
+            with socket.socket(fileno=ends[0]) as end:
+                if os.fork() == 0:
+                    own.close()
+                    Searcher(settings, predictor, end).run()
+    with contextlib.suppress(ChildProcessError):
+        os.wait()  # stays until the last child has ended
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The processes that search, as the server sees them: started when needed, bounded, stopped when unwanted."""
+"""The processes that search, as the server sees them: forked when needed, bounded, killed when unwanted."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import asyncio
 import json
 import logging
 import os
+import signal
+import socket
 import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict
 
 from perfcast.v1 import common_pb2
 
 from perfcast_server.errors import ServiceError
 from perfcast_server.metrics import Metrics
-from perfcast_server.search_process import CANCEL, ERROR, HEADER, PROGRESS
+from perfcast_server.search_process import ERROR, HEADER, PROGRESS
 from perfcast_server.settings import Settings, child_environment
 
 log = logging.getLogger("perfcast.search")
-
-PATIENCE_S = 2.0  # for a cancelled search to stop by itself
 
 
 class Searchers:
@@ -28,67 +29,71 @@ class Searchers:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings = settings
-        self.generation = 0
+        self._nursery = Nursery(settings)
         self._asked = 0
-        self._working = 0
-        self._stopping: set[asyncio.Task[None]] = set()
+        self._working: set[Child] = set()
+        self._idle: list[Child] = []  # what worked last is used first
+        self._closing: set[asyncio.Task[None]] = set()
         number = settings.search_workers or max(1, (os.cpu_count() or 1) // (2 * max(1, settings.workers)))
-        self._processes = [_Process(settings) for _ in range(number)]
-        self._free: asyncio.LifoQueue[_Process] = asyncio.LifoQueue()
-        for process in self._processes:
-            self._free.put_nowait(process)
-        metrics.searches.set_function(lambda: self._working)
+        self._room = asyncio.Semaphore(number)
+        metrics.searches.set_function(lambda: len(self._working))
         self._seconds = metrics.search_seconds
 
+    @property
+    def generation(self) -> object:
+        """What searches have in common that read the same data."""
+        return self._nursery
+
     async def ask(self, kind: bytes, request: bytes) -> AsyncGenerator[bytes]:
-        """Progress, then the answer. Left early, the search is cancelled."""
+        """Progress, then the answer. Left early, the search ends at once."""
         limit = self._settings.max_searches
         if self._asked >= limit:
             raise ServiceError("LIMIT", f"{limit} searches are in work or waiting already", limit="max_searches")
         self._asked += 1
         try:
-            process = await self._free.get()
-            await process.of(self.generation)
-            with self._seconds.time():
-                async with aclosing(self._answers(process, kind, request)) as answers:
-                    async for data in _within(answers, self._settings.max_search_s):
-                        yield data
+            async with self._room:
+                nursery = self._nursery
+                child = self._idle_child() or await nursery.child()
+                self._working.add(child)
+                try:
+                    with self._seconds.time():
+                        async with aclosing(child.answers(kind, request)) as answers:
+                            async for data in _within(answers, self._settings.max_search_s):
+                                yield data
+                finally:
+                    self._working.discard(child)
+                    if child.free and nursery is self._nursery:
+                        self._idle.append(child)
+                    else:
+                        child.kill()
         finally:
             self._asked -= 1
 
-    async def _answers(self, process: _Process, kind: bytes, request: bytes) -> AsyncGenerator[bytes]:
-        self._working += 1
-        ended = False
-        try:
-            await process.send(kind, request)
-            async for told, data in process.answers():
-                ended = told != PROGRESS
-                if told == ERROR:
-                    raise _error(data)
-                yield data
-        finally:
-            if ended:
-                self._give_back(process)
-            else:
-                task = asyncio.get_running_loop().create_task(self._stop(process))
-                self._stopping.add(task)
-                task.add_done_callback(self._stopping.discard)
+    def _idle_child(self) -> Child | None:
+        while self._idle:
+            child = self._idle.pop()
+            if child.alive:
+                return child
+            child.kill()
+        return None
 
     def renew(self) -> None:
         """Search in data read anew from now on; what is in work goes on with the old."""
-        self.generation += 1
+        self._let_go()
+        self._nursery = Nursery(self._settings)
 
-    async def _stop(self, process: _Process) -> None:
-        await process.cancel()
-        self._give_back(process)
-
-    def _give_back(self, process: _Process) -> None:
-        self._working -= 1
-        self._free.put_nowait(process)
+    def _let_go(self) -> None:
+        while self._idle:
+            self._idle.pop().kill()
+        task = asyncio.get_running_loop().create_task(self._nursery.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        for process in self._processes:
-            await process.close()
+        for child in self._working:
+            child.kill()
+        self._let_go()
+        await asyncio.gather(*self._closing)
 
 
 async def _within(answers: AsyncGenerator[bytes], limit_s: float) -> AsyncGenerator[bytes]:
@@ -107,82 +112,107 @@ async def _within(answers: AsyncGenerator[bytes], limit_s: float) -> AsyncGenera
         yield data
 
 
-class _Process:
-    """One child, started with the first request and again after it has ended."""
+class Nursery:
+    """The process that searchers are forked from, warm from their first moment; started with the first one."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._child: asyncio.subprocess.Process | None = None
-        self._header: tuple[bytes, int] | None = None
-        self._generation = 0
+        self._starting = asyncio.Lock()
+        self._process: Process | None = None
+        self._control: socket.socket | None = None
 
-    async def of(self, generation: int) -> None:
-        """Let the next request find data that are not older."""
-        if self._generation != generation:
-            self._generation = generation
-            await self.close()
+    async def child(self) -> Child:
+        """A new process. Raises ServiceError if there is none to be had."""
+        own, theirs = socket.socketpair()
+        with theirs:
+            child = Child(*await asyncio.open_unix_connection(sock=own))
+            try:
+                await self._send(theirs)
+            except OSError:  # it was killed
+                self._let_go()
+                await self._send(theirs)
+        return await child.born()
 
-    async def send(self, kind: bytes, data: bytes = b"") -> None:
-        if self._child is None or self._child.returncode is not None:
-            self._child, self._header = await self._started(), None
-        assert self._child.stdin is not None
-        self._child.stdin.write(HEADER.pack(kind, len(data)) + data)
+    async def _send(self, end: socket.socket) -> None:
+        async with self._starting:
+            if self._control is None:
+                control, theirs = socket.socketpair()
+                with theirs:
+                    self._process = await asyncio.create_subprocess_exec(
+                        sys.executable,
+                        "-m",
+                        "perfcast_server.search_process",
+                        json.dumps(asdict(self._settings)),
+                        stdin=theirs.fileno(),
+                        env=child_environment(),
+                    )
+                control.setblocking(False)
+                self._control = control
+        socket.send_fds(self._control, [b"F"], [end.fileno()])
 
-    async def answers(self) -> AsyncGenerator[tuple[bytes, bytes]]:
-        """Frames up to the last one for a request. Raises ServiceError if the child ends before."""
+    async def close(self) -> None:
+        """Fork no more, and wait until what was forked has ended."""
+        self._let_go()
+        if self._process is not None:
+            await self._process.wait()
+
+    def _let_go(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+
+class Child:
+    """One process that searches, for one request after another."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self.pid: int | None = None
+        self.free = False
+
+    async def born(self) -> Child:
+        """Itself once it is there."""
         try:
-            kind = PROGRESS
-            while kind == PROGRESS:
-                kind, data = await self._frame()
-                yield kind, data
-        except asyncio.IncompleteReadError:
-            assert self._child is not None
-            status, self._child = await self._child.wait(), None
-            log.error("search process ended", extra={"status": status})
+            _, data = await self._frame()
+        except BaseException:
+            self.kill()
+            raise
+        self.pid, self.free = int(data), True
+        return self
+
+    @property
+    def alive(self) -> bool:
+        return not self._reader.at_eof()
+
+    async def answers(self, kind: bytes, request: bytes) -> AsyncGenerator[bytes]:
+        """What it tells of a request, up to the answer. Raises ServiceError if it refuses, or ends before."""
+        self.free = False
+        self._writer.write(HEADER.pack(kind, len(request)) + request)
+        told = PROGRESS
+        while told == PROGRESS:
+            told, data = await self._frame()
+            self.free = told != PROGRESS
+            if told == ERROR:
+                detail = common_pb2.ErrorDetail.FromString(data)
+                raise ServiceError(detail.reason, detail.message, **detail.metadata)
+            yield data
+
+    async def _frame(self) -> tuple[bytes, bytes]:
+        try:
+            kind, size = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+            return kind, await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, OSError):
+            self.pid = None
+            log.error("search process ended")
             raise ServiceError(
                 "INTERNAL", "the process that searched has ended; the next search starts another"
             ) from None
 
-    async def _frame(self) -> tuple[bytes, bytes]:
-        """The next frame. What was read of it before a cancellation is not lost."""
-        assert self._child is not None and self._child.stdout is not None
-        if self._header is None:
-            self._header = HEADER.unpack(await self._child.stdout.readexactly(HEADER.size))
-        kind, size = self._header
-        data = await self._child.stdout.readexactly(size)
-        self._header = None
-        return kind, data
-
-    async def cancel(self) -> None:
-        """Stop the request in work, or else the child."""
-        if self._child is None:
-            return
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                await self.send(CANCEL)
-                async for _ in self.answers():
-                    pass
-        except (TimeoutError, ServiceError, OSError):
-            await self.close()
-
-    async def close(self) -> None:
-        child, self._child = self._child, None
-        if child is not None and child.returncode is None:
-            child.kill()
-            await child.wait()
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "perfcast_server.search_process",
-            json.dumps(asdict(self._settings)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=child_environment(),
-        )
-
-
-def _error(data: bytes) -> ServiceError:
-    told = common_pb2.ErrorDetail.FromString(data)
-    return ServiceError(told.reason, told.message, **told.metadata)
+    def kill(self) -> None:
+        """End it wherever it is: it has nothing to lose. Its number may be another's once it has ended by itself."""
+        pid, self.pid = self.pid, None
+        if pid is not None and self.alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._writer.close()

@@ -45,21 +45,20 @@ STRIDE = 32
 TELL_EVERY_S = 0.1
 
 Tell = Callable[[search_pb2.SearchProgress], None]
-Asked = Callable[[], bool]
 
 
 def search(
-    request: search_pb2.SearchRequest, predictor: Predictor, settings: Settings, tell: Tell, cancelled: Asked
+    request: search_pb2.SearchRequest, predictor: Predictor, settings: Settings, tell: Tell
 ) -> search_pb2.SearchResult:
-    """Raises what the engine and the checks of the request raise, and Cancelled."""
+    """Raises what the engine, the checks of the request and ``tell`` raise."""
     with asked.named_as_asked():
         task = task_of(request, settings)
-        result = predictor.search(task, Teller(task, tell), cancelled)
+        result = predictor.search(task, Teller(task, tell))
     return result_message(result, task, request, predictor)
 
 
 def recommend(
-    request: search_pb2.RecommendRequest, predictor: Predictor, settings: Settings, cancelled: Asked
+    request: search_pb2.RecommendRequest, predictor: Predictor, settings: Settings
 ) -> search_pb2.RecommendResponse:
     """As ``search``."""
     if request.search.total_gpus:
@@ -74,7 +73,7 @@ def recommend(
             count(request.max_gpus_total, "max_gpus_total", 0) or None,
         )
         task = replace(task_of(request.search, settings), match_load=load)
-        result = predictor.recommend(task, cancelled=cancelled)
+        result = predictor.recommend(task)
     return search_pb2.RecommendResponse(result=result_message(result, task, request.search, predictor))
 
 

@@ -17,7 +17,7 @@ from perfcast_engine.search.pick import Load, cluster_throughput
 from perfcast_engine.search.recommend import recommend
 from perfcast_engine.search.search import search
 from perfcast_engine.search.space import Space
-from perfcast_engine.search.task import Cancelled, SearchTask, Status
+from perfcast_engine.search.task import SearchTask, Status
 from perfcast_engine.serving.aggregated import aggregated
 from perfcast_engine.serving.disaggregated import Matching, paired, with_transfer
 from perfcast_engine.serving.static import Phases, static
@@ -142,7 +142,7 @@ def test_unmet_targets_are_an_answer(mode, profile):
     assert len(result.closest.closest) == 1
 
 
-def test_progress_grows_to_the_whole_and_cancellation_stops_between_mappings():
+def test_progress_grows_to_the_whole_and_ends_the_search_by_raising():
     seen = []
     result = search(task(), ToyShop(), seen.append)
     for mode in ("agg", "disagg"):
@@ -152,22 +152,9 @@ def test_progress_grows_to_the_whole_and_cancellation_stops_between_mappings():
     assert sorted(last.rows["tokens_per_s"][last.front]) == sorted(
         result.experiments[0].rows["tokens_per_s"][result.experiments[0].front]
     )
-    asked = iter([False, False, True])
-    with pytest.raises(Cancelled):
-        search(task(), ToyShop(), cancelled=lambda: next(asked))
-
-
-@pytest.mark.parametrize("profile", ["reference", "corrected"])
-def test_matching_is_cancelled_on_its_way(profile):
-    mappings, asked = 2 * 4, 0
-
-    def late():
-        nonlocal asked
-        asked += 1
-        return asked > mappings + 2
-
-    with pytest.raises(Cancelled):
-        search(task(profile=profile, modes=("disagg",)), ToyShop(), cancelled=late)
+    told = iter(range(2))
+    with pytest.raises(StopIteration):
+        search(task(), ToyShop(), lambda _: next(told))
 
 
 def test_three_gpus_are_found_where_they_serve_best():

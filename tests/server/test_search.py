@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import grpc
 import pytest
 from perfcast_client import (
     Aggregated,
@@ -20,6 +28,7 @@ from perfcast_client import (
     Space,
     Targets,
     Workload,
+    calls,
 )
 from perfcast_client.deployments import SearchProgress, SearchResult
 from perfcast_client.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, NotFound, ServerFault
@@ -35,6 +44,7 @@ CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="tr
 LOAD = Workload(isl=4000, osl=500, prefix=500)
 TASK = SearchTask(engine=CONFIG, workload=LOAD, targets=Targets(ttft_ms=300, tpot_ms=10), total_gpus=32)
 BACKENDS = ("trtllm", "sglang", "vllm")
+NUMBERS = itertools.count()
 # Seconds of work: every mapping of a large model, aggregated and disaggregated.
 LONG = SearchTask(
     engine=EngineConfig(model="deepseek-ai/DeepSeek-V3", system="h200_sxm", backend="sglang"),
@@ -57,8 +67,46 @@ def client(served: Running):
         yield client
 
 
+@pytest.fixture(scope="module")
+def channel(served: Running):
+    with grpc.insecure_channel(served.address) as channel:
+        yield channel
+
+
 def in_work(served: Running) -> float:
     return served.metric("searches_in_work")
+
+
+@contextlib.contextmanager
+def held(served: Running) -> Iterator[int]:
+    """What is searched next stays in work, as its process is stopped; gives the number of that."""
+    idle = served.server._searchers._idle
+    eventually(lambda: in_work(served) == 0)
+    if not idle:
+        with Client(served.address) as client:
+            client.search_result(dataclasses.replace(TASK, top=1000 + next(NUMBERS)))
+        eventually(lambda: len(idle) == 1)
+    pid = idle[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def started(channel: grpc.Channel, top: int, task: SearchTask = LONG):
+    """The call of a search that is on its way."""
+    call = calls.search(dataclasses.replace(task, top=top))
+    return channel.unary_stream(call.path)(call.request.SerializeToString(), timeout=SEARCH_PATIENCE_S)
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_the_headline_case_gives_the_reference_s_best_of_every_backend(client: Client) -> None:
@@ -172,60 +220,88 @@ def test_the_fewest_gpus_for_a_load(client: Client) -> None:
         client.recommend(dataclasses.replace(task, total_gpus=8), concurrency=1)
 
 
-def test_a_caller_that_leaves_ends_the_work(served: Running, client: Client) -> None:
-    client.search_result(TASK)  # the process is up
-    for top in (11, 12, 13):
-        events = client.search(dataclasses.replace(LONG, top=top))
-        next(events)
-        assert in_work(served) == 1
-        events.close()
+def test_a_caller_that_leaves_ends_the_work(served: Running, client: Client, channel: grpc.Channel) -> None:
+    with held(served) as pid:
+        call = started(channel, top=11)
+        eventually(lambda: in_work(served) == 1)
+        call.cancel()
+        assert call.code() is grpc.StatusCode.CANCELLED
         eventually(lambda: in_work(served) == 0)
-    assert client.search_result(dataclasses.replace(TASK, top=9)).eligible  # and the process still searches
+        eventually(lambda: not exists(pid))  # not even as a zombie
+    assert client.search_result(dataclasses.replace(TASK, top=9)).eligible
 
 
 def test_a_deadline_ends_the_call_and_the_work(served: Running, client: Client) -> None:
-    with pytest.raises(DeadlineExceeded):
-        client.search_result(dataclasses.replace(LONG, top=21), deadline_s=0.1)
+    with held(served) as pid:
+        with pytest.raises(DeadlineExceeded):
+            client.search_result(dataclasses.replace(LONG, top=21), deadline_s=0.3)
+        eventually(lambda: in_work(served) == 0)
+        eventually(lambda: not exists(pid))
+    assert client.search_result(dataclasses.replace(TASK, top=10)).eligible
+
+
+def test_searches_that_are_left_at_any_moment_leave_nothing_behind(served: Running, channel: grpc.Channel) -> None:
+    with held(served):
+        nursery = served.server._searchers._nursery._process
+    for number in range(12):
+        call = started(channel, top=100 + number)
+        if number % 3:
+            time.sleep(0.01 * number)
+        call.cancel()
+    channel.unary_unary("/perfcast.v1.Catalog/GetServerInfo")(
+        b"", timeout=SEARCH_PATIENCE_S
+    )  # all before it have arrived
+    eventually(lambda: served.metric("grpc_server_in_work") == 0 and in_work(served) == 0)
+    eventually(lambda: len(children(nursery.pid)) <= 1)
+    assert len(list(started(channel, 12, TASK))) > 1 and nursery.returncode is None
+
+
+def test_too_many_searches_are_refused_with_when_to_retry(
+    served: Running, client: Client, channel: grpc.Channel
+) -> None:
+    with held(served):
+        first = started(channel, top=31)
+        eventually(lambda: in_work(served) == 1)
+        second = started(channel, top=32)
+        eventually(lambda: served.metric("grpc_server_in_work") == 2)
+        with pytest.raises(LimitExceeded) as caught:
+            client.search_result(dataclasses.replace(LONG, top=33))
+        assert caught.value.retry_after_s > 0 and caught.value.details["limit"] == "max_searches"
+        first.cancel()
+        assert next(second)  # which has the place now
+        second.cancel()
     eventually(lambda: in_work(served) == 0)
 
 
-def test_too_many_searches_are_refused_with_when_to_retry(served: Running, client: Client) -> None:
-    running_searches = [client.search(dataclasses.replace(LONG, top=top)) for top in (31, 32)]
-    try:
-        next(running_searches[0])
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(next, running_searches[1])
-            eventually(lambda: served.metric("grpc_server_in_work") == 2)
-            with pytest.raises(LimitExceeded) as caught:
-                client.search_result(dataclasses.replace(LONG, top=33))
-            assert caught.value.retry_after_s > 0 and caught.value.details["limit"] == "max_searches"
-            running_searches[0].close()
-            assert isinstance(waiting.result(60), SearchProgress)
-    finally:
-        for events in running_searches:
-            events.close()
-    eventually(lambda: in_work(served) == 0)
-
-
-def test_steps_are_answered_beside_a_search(served: Running, client: Client) -> None:
+def test_steps_are_answered_beside_a_search(served: Running, client: Client, channel: grpc.Channel) -> None:
     engine = client.resolve(dataclasses.replace(CONFIG, tp=4))
-    events = client.search(dataclasses.replace(LONG, top=41))
-    next(events)
-    for batch in range(1, 50):
-        assert client.predict(engine, DecodeStep(batch, 4096, 512)).latency_ms > 0
-    assert in_work(served) == 1
-    events.close()
+    with held(served):
+        call = started(channel, top=41)
+        eventually(lambda: in_work(served) == 1)
+        for batch in range(1, 50):
+            assert client.predict(engine, DecodeStep(batch, 4096, 512)).latency_ms > 0
+        assert in_work(served) == 1
+        call.cancel()
     eventually(lambda: in_work(served) == 0)
 
 
 def test_a_search_process_that_dies_is_an_error_once(served: Running, client: Client) -> None:
-    events = client.search(dataclasses.replace(LONG, top=51))
-    next(events)
-    (process,) = served.server._searchers._processes
-    served.loop.call_soon_threadsafe(process._child.kill)
-    with pytest.raises(ServerFault, match="has ended"):
-        list(events)
+    with held(served) as pid, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(client.search_result, dataclasses.replace(LONG, top=51))
+        eventually(lambda: in_work(served) == 1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ServerFault, match="has ended"):
+            found.result(SEARCH_PATIENCE_S)
     assert client.search_result(dataclasses.replace(TASK, top=8)).eligible
+
+
+def test_the_process_that_others_are_forked_from_is_replaced_when_it_dies(served: Running, client: Client) -> None:
+    nursery = served.server._searchers._nursery
+    with held(served) as pid:
+        os.kill(nursery._process.pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: nursery._process.returncode is not None and not served.server._searchers._idle[0].alive)
+    assert client.search_result(dataclasses.replace(TASK, top=13)).eligible
 
 
 async def test_the_asyncio_client_searches_too(served: Running) -> None:

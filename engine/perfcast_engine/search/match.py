@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,7 +19,6 @@ from perfcast_engine.serving.rows import DECIMALS, Rows, descending, first_of_gr
 from perfcast_engine.serving.workload import Workload
 
 Index = NDArray[np.intp]
-Check = Callable[[], None]
 MAX_WORKERS = 32  # of one role in a replica
 MAX_REPLICA_GPUS = 128
 LARGE_EP_REPLICA_GPUS = 512
@@ -88,11 +87,10 @@ def match(
     counts: Sequence[int],
     replica: Replica,
     matching: Matching,
-    check: Check = lambda: None,
     wanted: Load | None = None,
 ) -> Matches:
     """The worker counts of each pair that serve most requests per GPU, or that carry what is ``wanted`` on the fewest
-    GPUs; of equal ones the fewest workers. ``check`` is called now and then; what it raises ends the work."""
+    GPUs; of equal ones the fewest workers."""
     shape = (len(decode.rows), len(prefill.rows))
     gpus_p, gpus_d = (np.broadcast_to(g, shape) for g in (prefill.rows["gpus"], decode.rows["gpus"][:, None]))
     allowed = np.ones(shape, np.bool_)
@@ -107,7 +105,6 @@ def match(
         total = own_p * n_p + own_d * n_d
         step = max(1, AT_ONCE // len(n_p))
         for start in range(0, len(at_d), step):
-            check()
             d, p = at_d[start : start + step], at_p[start : start + step]
             rates = (prefill.rows["requests_per_s"][p][:, None], decode.rows["requests_per_s"][d][:, None])
             score = matched_rate(*rates, n_p, n_d, matching) / total
@@ -160,24 +157,21 @@ def swept(
     load: Workload,
     matching: Matching,
     pairs: Sequence[Pair],
-    check: Check = lambda: None,
 ) -> Rows:
     """The reference's sweep: under each target the best pairs of a shortlist, one per decode mapping, five in all."""
     prefill = prefill.take(prefill.rows.order("-requests_per_s_per_gpu", "concurrency"))
     decode = decode.take(np.argsort(decode.group, kind="stable"))
     lists = _shortlists(prefill, decode, pairs)
-    check()
     if not lists:
         return Rows({})
     all_p, all_d = (np.unique(np.concatenate([chosen[side] for chosen in lists])) for side in (0, 1))
     prefill, decode = prefill.take(all_p), decode.take(all_d)
-    found = match(prefill, decode, counts, replica, matching, check)
+    found = match(prefill, decode, counts, replica, matching)
     rates = (prefill.rows["requests_per_s"], decode.rows["requests_per_s"][:, None])
     rate = matched_rate(*rates, found.prefill_workers, found.decode_workers, matching)
     value = rate * load.osl / found.gpus
     best_p, best_d = [], []
     for p, d in lists:
-        check()
         at_d, at_p = (
             grid.ravel() for grid in np.meshgrid(np.searchsorted(all_d, d), np.searchsorted(all_p, p), indexing="ij")
         )
@@ -220,14 +214,12 @@ def every_pair(
     replica: Replica,
     load: Workload,
     matching: Matching,
-    check: Check = lambda: None,
     wanted: Load | None = None,
 ) -> Rows:
     """Every decode row with every prefill row that no other beats in TTFT and rate at the same size."""
     prefill = useful(prefill, "ttft_ms")
-    found = match(prefill, decode, counts, replica, matching, check, wanted)
+    found = match(prefill, decode, counts, replica, matching, wanted)
     at_d, at_p = np.nonzero(~np.isnan(found.score))
-    check()
     return _pairs(prefill, decode, found, at_p, at_d, load, matching)
 
 

@@ -19,7 +19,6 @@ def recommend(
     task: SearchTask,
     shop: Workshop,
     progress: Callable[[Progress], None] = lambda _: None,
-    cancelled: Callable[[], bool] = lambda: False,
 ) -> SearchResult:
     """The deployments that serve ``task.match_load`` on the fewest GPUs; ``task.total_gpus`` does not count.
 
@@ -36,7 +35,7 @@ def recommend(
     while True:
         sizes = Space(num_gpu=powers_of_two(1, gpus))
         spaces = {name: getattr(task, name).over(sizes) for name in ("space", "prefill_space", "decode_space")}
-        result = search(replace(task, total_gpus=None, replica=replica, **spaces), shop, progress, cancelled)
+        result = search(replace(task, total_gpus=None, replica=replica, **spaces), shop, progress)
         enough = not any(e.status in OUT_OF_MEMORY for e in result.experiments)
         if not profile[REPLICA_WITHIN_NODE]:
             enough = result.eligible

@@ -34,7 +34,6 @@ from perfcast_engine.search.task import (
     DECODE,
     DISAGGREGATED,
     PREFILL,
-    Cancelled,
     Experiment,
     Progress,
     Role,
@@ -53,18 +52,15 @@ from perfcast_engine.serving.worker import Worker
 AFD_PREFILL_BATCH = 32
 
 Report = Callable[[Progress], None]
-Asked = Callable[[], bool]
 
 
 def search(
     task: SearchTask,
     shop: Workshop,
     progress: Report = lambda _: None,
-    cancelled: Asked = lambda: False,
 ) -> SearchResult:
-    """All modes over all backends of a task. ``progress`` is told after every mapping; ``cancelled`` is asked before
-    every mapping and between pieces of the matching, and ends the search with Cancelled. Nothing found is an answer,
-    not an error."""
+    """All modes over all backends of a task. ``progress`` is told after every mapping; what it raises ends the search.
+    Nothing found is an answer, not an error."""
     profile = profile_named(task.engine.profile)
     experiments = []
     for backend in task.backends or (task.engine.backend,):
@@ -74,7 +70,7 @@ def search(
                 if len(task.modes) == 1:
                     raise InvalidField("total_gpus", "disaggregation needs at least 2 GPUs", why="range")
                 continue
-            run = _Run(one, mode, shop, profile, progress, cancelled)
+            run = _Run(one, mode, shop, profile, progress)
             try:
                 found = {AGGREGATED: run.aggregated, DISAGGREGATED: run.disaggregated, AFD: run.afd}[mode]()
             except EngineError as error:
@@ -89,11 +85,8 @@ def search(
 class _Run:
     """One mode on one backend under way."""
 
-    def __init__(
-        self, task: SearchTask, mode: str, shop: Workshop, profile: Profile, progress: Report, cancelled: Asked
-    ) -> None:
-        self.task, self.mode, self.shop, self.profile = task, mode, shop, profile
-        self.progress, self.cancelled = progress, cancelled
+    def __init__(self, task: SearchTask, mode: str, shop: Workshop, profile: Profile, progress: Report) -> None:
+        self.task, self.mode, self.shop, self.profile, self.progress = task, mode, shop, profile, progress
         self.backend = backend_named(task.engine.backend)
         self.asked: dict[str, list[ParallelConfig]] = {}
         self.engines: list[Worker] = []
@@ -104,10 +97,6 @@ class _Run:
         self.limits = EngineLimits(
             accepted=task.accepted, memory_fraction=task.memory_fraction, max_seq_len=task.max_seq_len
         )
-
-    def check(self) -> None:
-        if self.cancelled():
-            raise Cancelled
 
     # --- sweeps ---
 
@@ -135,7 +124,6 @@ class _Run:
         parts: list[Rows] = []
         built = zip(asked, self.shop.workers(config, asked), strict=True)
         for done, (mapping, candidate) in enumerate(built, 1):
-            self.check()
             if isinstance(candidate, EngineError):
                 self.refused.append((str(mapping), candidate))
             else:
@@ -188,7 +176,6 @@ class _Run:
         if not len(prefill):
             return self.nothing(prefill)
         for found in afd.candidates(task, task.decode_engine or task.engine, self.shop):
-            self.check()
             if isinstance(found, EngineError):
                 self.refused.append(("afd", found))
                 continue
@@ -205,7 +192,7 @@ class _Run:
         counts = task.replica.counts(CORRECTED, task.total_gpus, False)
         shared = (task.load, afd.AFD_MATCHING)
         side = match.useful(replace(self._role(decode), group=shape), "tpot_ms")
-        rows = match.every_pair(self._role(prefill), side, counts, task.replica, *shared, self.check)
+        rows = match.every_pair(self._role(prefill), side, counts, task.replica, *shared)
         if not len(rows):
             return self.nothing(rows, Status.UNMET)
         rows = rows.sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
@@ -251,18 +238,16 @@ class _Run:
             ttft, tpot = self.pairs[0][0], max(tpot for _, tpot in limits)
             rows = match.scaled_apart(prefill, decode, ttft, tpot, *shared, self.profile)
         elif self.profile[ROUNDED_ROWS] and not task.encode_pool:
-            rows = match.swept(prefill, decode, counts, replica, *shared, self.pairs, self.check)
+            rows = match.swept(prefill, decode, counts, replica, *shared, self.pairs)
         else:
-            rows = match.every_pair(prefill, decode, counts, replica, *shared, self.check)
+            rows = match.every_pair(prefill, decode, counts, replica, *shared)
             if task.match_load is not None:
-                fewest = match.every_pair(prefill, decode, counts, replica, *shared, self.check, task.match_load)
+                fewest = match.every_pair(prefill, decode, counts, replica, *shared, task.match_load)
                 rows = concatenated([rows, fewest]).distinct()
         if not len(rows):
-            near = match.every_pair(prefill, decode, (), replace(replica, same_tp=False), *shared, self.check)
+            near = match.every_pair(prefill, decode, (), replace(replica, same_tp=False), *shared)
             return self.nothing(near, Status.UNMET)
-        self.check()
         rows = rows.sorted("-tokens_per_s_per_gpu", "gpus", "tpot_ms")
-        self.check()
         return self._ranked(rows, self._groups(rows["decode_engine"]))
 
     # --- encoders ---
@@ -305,7 +290,6 @@ class _Run:
             best = pick_by_objective(rows, group, task.objective, task.total_gpus, task.top)
         else:
             best = pick(rows, group, task.targets, task.total_gpus, task.top, profile)
-        self.check()
         met = bool(eligible(rows, task.targets, profile).any())
         return self._experiment(Status.OK if met else Status.UNMET, rows, best, rows)
 

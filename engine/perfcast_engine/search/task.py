@@ -33,10 +33,6 @@ MODES: tuple[str, ...] = (AGGREGATED, DISAGGREGATED)  # unless told otherwise
 ALL_MODES = (*MODES, AFD)
 
 
-class Cancelled(Exception):
-    """The caller does not want the answer any more."""
-
-
 class Workshop(Protocol):
     """Where a search gets its engines from."""
 
