@@ -6,8 +6,10 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from functools import partial
 from math import nan
+from operator import call
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -21,6 +23,7 @@ from perfcast_client.record import EngineLike
 from perfcast_client.results import F64, Engine, EngineStamp
 from perfcast_client.snapshot import Received, Snapshot, out_of_surface, some
 from perfcast_client.steps import DecodeStep, DecodeTrajectory, Mixed, Prefill, Step
+from perfcast_client.turns import Steps, now
 
 if TYPE_CHECKING:
     from perfcast_client.client import Client
@@ -30,10 +33,13 @@ ASKED_TOGETHER = 10_000  # points
 NO_ANSWER = (errors.Unavailable, errors.DeadlineExceeded, errors.LimitExceeded, errors.ServerFault)
 
 
-class Surfaced:
+class Surfaced(ABC):
     """The surface in force. It is replaced as a whole, so every answer comes from one surface."""
 
-    def __init__(self, snapshot: Snapshot, max_pass_tokens: int, ask: bool, file: str | Path | None) -> None:
+    def __init__(
+        self, client: Any, snapshot: Snapshot, *, max_pass_tokens: int, ask: bool, file: str | Path | None
+    ) -> None:
+        self._client = client
         self._now = snapshot
         self._max_pass_tokens = max_pass_tokens
         self._ask = ask
@@ -60,9 +66,19 @@ class Surfaced:
         """Seconds since a server said that the surface holds."""
         return max(time.time() - self._now.fetched_s, 0.0)
 
+    @classmethod
+    def load(cls, path: str | Path, client: Any = None, **options: Any) -> Self:
+        """From a file that ``save`` wrote; with a ``client`` it is kept fresh. Raises DamagedSurface, OSError."""
+        return cls(client, Snapshot.load(path), **options)
+
     def save(self, path: str | Path) -> None:
         """Write the surface in force to one file."""
         self._now.save(path)
+
+    @abstractmethod
+    def refresh(self) -> Any:
+        """Ask the server whether the surface still holds, and take the new one where it does not. Whether anything
+        changed; where there is no answer, raises and keeps the surface."""
 
     def _prefill(self, batch: Any, isl: Any, prefix: Any) -> float:
         """The answer to ints; NaN where it takes more than that."""
@@ -80,6 +96,59 @@ class Surfaced:
             return cast(float, self._now.steps.mixed(ctx_tokens, gen_requests, isl, osl, prefix))
         return nan
 
+    @classmethod
+    def _opened(
+        cls, client: Any, engine: EngineLike, max_pass_tokens: int = 0, file: str | Path | None = None, **options: Any
+    ) -> Steps[Self]:
+        """From a server; while none answers, from the file."""
+        failed: Exception | None = None
+        try:
+            received = yield partial(client.get_surface, engine, max_pass_tokens)
+            snapshot = Snapshot.of(received, _named(engine))
+        except NO_ANSWER as error:
+            kept, failed = _fallback(file, engine), error
+            if kept is None:
+                raise
+            snapshot = kept
+        surface = cls(client, snapshot, max_pass_tokens=max_pass_tokens, file=file, **options)
+        surface.last_error = failed
+        if failed is None and file is not None:
+            snapshot.save(file)
+        return surface
+
+    def _predicted(self, step: Step) -> Steps[Any]:
+        """The latency of ``step``; a float for numbers, (N,) for arrays."""
+        for final in (False, True):  # other data than those of the surface are asked about once more
+            held = self._now
+            found, which = _pending(held.ms(step))
+            if not len(which) or (yield from self._complete(held, step, found, which, final)):
+                break
+        return found if found.ndim else found.item()
+
+    def _complete(self, held: Snapshot, step: Step, found: F64, which: np.ndarray, final: bool) -> Steps[bool]:
+        """Fill in the points ``which`` from the server. False where the surface turned out to be of older data than the
+        server's and was replaced."""
+        if self._client is None or not self._ask:
+            raise out_of_surface(step, int(which[0]), held.domain)
+        for part in (which[i : i + ASKED_TOGETHER] for i in range(0, len(which), ASKED_TOGETHER)):
+            told = yield partial(self._client.predict_many, held.engine, some(step, part))
+            if told.engine.data_version != held.stamp.data_version and not final:
+                with contextlib.suppress(errors.PerfcastError):
+                    if (yield self.refresh):
+                        return False
+            found.reshape(-1)[part] = told.latency_ms
+        return True
+
+    def _renewed(self) -> Steps[bool]:
+        if self._client is None:
+            raise errors.ClientMisuse("this surface came from a file and has no client")
+        try:
+            engine, known = self._now.engine, self._now.surface_hash
+            return self._adopt((yield partial(self._client.get_surface, engine, self._max_pass_tokens, known)))
+        except Exception as error:
+            self.last_error = error
+            raise
+
     def _adopt(self, received: Received) -> bool:
         """Whether anything changed."""
         old, self._now = self._now, Snapshot.of(received, self._now.engine, self._now)
@@ -92,15 +161,11 @@ class Surfaced:
         return old.stamp.data_version != self._now.stamp.data_version or old.surface_hash != self._now.surface_hash
 
 
-def first(received: Received, engine: EngineLike) -> Snapshot:
-    return Snapshot.of(received, _named(engine))
-
-
 def _named(engine: EngineLike) -> EngineConfig | str:
     return engine.config if isinstance(engine, Engine) else engine
 
 
-def fallback(file: str | Path | None, engine: EngineLike) -> Snapshot | None:
+def _fallback(file: str | Path | None, engine: EngineLike) -> Snapshot | None:
     """The last good surface of ``engine``, None where there is none."""
     if file is not None:
         with contextlib.suppress(OSError, errors.DamagedSurface):
@@ -109,14 +174,10 @@ def fallback(file: str | Path | None, engine: EngineLike) -> Snapshot | None:
     return None
 
 
-def pending(ms: float | F64) -> tuple[F64, np.ndarray]:
+def _pending(ms: float | F64) -> tuple[F64, np.ndarray]:
     """Latencies, and the indices of those that are still to be found."""
     found = np.asarray(ms)
     return found, np.flatnonzero(np.isnan(found))
-
-
-def parts(which: np.ndarray) -> Iterator[np.ndarray]:
-    return (which[i : i + ASKED_TOGETHER] for i in range(0, len(which), ASKED_TOGETHER))
 
 
 class LocalSurface(Surfaced):
@@ -138,8 +199,7 @@ class LocalSurface(Surfaced):
         refresh_s: float = REFRESH_S,
         file: str | Path | None = None,
     ) -> None:
-        super().__init__(snapshot, max_pass_tokens, ask, file)
-        self._client = client
+        super().__init__(client, snapshot, max_pass_tokens=max_pass_tokens, ask=ask, file=file)
         self._lock = threading.Lock()
         self._stop = threading.Event()
         if client is not None and refresh_s > 0:
@@ -148,34 +208,9 @@ class LocalSurface(Surfaced):
             threading.Thread(target=_keep_fresh, args=arguments, name="perfcast-surface", daemon=True).start()
 
     @classmethod
-    def fetch(
-        cls,
-        client: Client,
-        engine: EngineLike,
-        *,
-        max_pass_tokens: int = 0,
-        file: str | Path | None = None,
-        **options: Any,
-    ) -> Self:
+    def fetch(cls, client: Client, engine: EngineLike, **options: Any) -> Self:
         """See ``Client.surface``."""
-        failed: Exception | None = None
-        try:
-            snapshot = first(client.get_surface(engine, max_pass_tokens), engine)
-        except NO_ANSWER as error:
-            kept, failed = fallback(file, engine), error
-            if kept is None:
-                raise
-            snapshot = kept
-        surface = cls(client, snapshot, max_pass_tokens=max_pass_tokens, file=file, **options)
-        surface.last_error = failed
-        if failed is None and file is not None:
-            snapshot.save(file)
-        return surface
-
-    @classmethod
-    def load(cls, path: str | Path, client: Client | None = None, **options: Any) -> Self:
-        """From a file that ``save`` wrote; with a ``client`` it is kept fresh. Raises DamagedSurface, OSError."""
-        return cls(client, Snapshot.load(path), **options)
+        return now(cls._opened(client, engine, **options), call)
 
     def __enter__(self) -> Self:
         return self
@@ -210,39 +245,11 @@ class LocalSurface(Surfaced):
 
     def predict_ms(self, step: Step) -> Any:
         """The latency of ``step``; a float for numbers, (N,) for arrays."""
-        for final in (False, True):  # other data than those of the surface are asked about once more
-            now = self._now
-            found, which = pending(now.ms(step))
-            if not len(which) or self._complete(now, step, found, which, final):
-                break
-        return found if found.ndim else found.item()
-
-    def _complete(self, now: Snapshot, step: Step, found: F64, which: np.ndarray, final: bool) -> bool:
-        """Fill in the points ``which`` from the server. False where the surface turned out to be of older data than the
-        server's and was replaced."""
-        if self._client is None or not self._ask:
-            raise out_of_surface(step, int(which[0]), now.domain)
-        for part in parts(which):
-            told = self._client.predict_many(now.engine, some(step, part))
-            if told.engine.data_version != now.stamp.data_version and not final:
-                with contextlib.suppress(errors.PerfcastError):
-                    if self.refresh():
-                        return False
-            found.reshape(-1)[part] = told.latency_ms
-        return True
+        return now(self._predicted(step), call)
 
     def refresh(self) -> bool:
-        """Ask the server whether the surface still holds, and take the new one where it does not. Whether anything
-        changed; where there is no answer, raises and keeps the surface."""
-        if self._client is None:
-            raise errors.ClientMisuse("this surface came from a file and has no client")
         with self._lock:
-            try:
-                engine, known = self._now.engine, self._now.surface_hash
-                return self._adopt(self._client.get_surface(engine, self._max_pass_tokens, known))
-            except Exception as error:
-                self.last_error = error
-                raise
+            return now(self._renewed(), call)
 
 
 def _keep_fresh(ref: weakref.ref[LocalSurface], stop: threading.Event, every_s: float) -> None:

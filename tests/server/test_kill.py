@@ -45,7 +45,7 @@ class Teacher(threading.Thread):
                 call = calibration.tune(engine, "s", [[record(sequence)]], client_id="teacher", sequence=sequence)
                 try:
                     told = client.ask(call, deadline_s=60)
-                except errors.Unavailable:
+                except (errors.Unavailable, errors.DeadlineExceeded):
                     continue
                 except Exception as error:
                     self.wrong.append(repr(error))

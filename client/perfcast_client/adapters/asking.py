@@ -6,9 +6,8 @@ blocking client it runs at once; with an ``AsyncClient`` it returns an awaitable
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import update_wrapper
-from inspect import isawaitable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from perfcast_client import calls
@@ -18,11 +17,11 @@ from perfcast_client.client import Questions
 from perfcast_client.errors import InvalidRequest, NotFound, PerfcastError, PerfDataMissing
 from perfcast_client.record import EngineLike
 from perfcast_client.steps import Step
+from perfcast_client.turns import Steps, later, now
 
 P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVar("C", bound=Questions | AsyncClient)
-Steps = Generator[Any, Any, T]
 
 
 class Timing(Protocol):
@@ -52,7 +51,8 @@ class Adapter(Generic[C]):
         return float(told.latency_ms)
 
     def _run(self, steps: Steps[Any]) -> Any:
-        return _later(self, steps) if isinstance(self._client, AsyncClient) else _now(self, steps)
+        run: Any = later if isinstance(self._client, AsyncClient) else now
+        return run(steps, self._answer)
 
 
 class Asking(Generic[P, T]):
@@ -72,38 +72,6 @@ class Asking(Generic[P, T]):
 
 def asking(steps: Callable[Concatenate[Any, P], Steps[T]]) -> Asking[P, T]:
     return Asking(steps)
-
-
-def _now(adapter: Adapter[Any], steps: Steps[T]) -> T:
-    answer: Any = None
-    error: PerfcastError | None = None
-    while True:
-        try:
-            question = steps.send(answer) if error is None else steps.throw(error)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]
-        answer, error = None, None
-        try:
-            answer = adapter._answer(question)
-        except PerfcastError as caught:
-            error = caught
-
-
-async def _later(adapter: Adapter[Any], steps: Steps[T]) -> T:
-    answer: Any = None
-    error: PerfcastError | None = None
-    while True:
-        try:
-            question = steps.send(answer) if error is None else steps.throw(error)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]
-        answer, error = None, None
-        try:
-            answer = adapter._answer(question)
-            if isawaitable(answer):
-                answer = await answer
-        except PerfcastError as caught:
-            error = caught
 
 
 Built = TypeVar("Built", bound=Adapter[Any])

@@ -6,10 +6,11 @@ from typing import Any
 
 from perfcast_client import planner
 from perfcast_client.adapters import fpm
-from perfcast_client.adapters.asking import Adapter, C, Steps, as_value_error
+from perfcast_client.adapters.asking import Adapter, C, as_value_error
 from perfcast_client.errors import PerfcastError
 from perfcast_client.planner_types import Bootstrap, RankPass
 from perfcast_client.record import EngineLike
+from perfcast_client.turns import Steps
 
 WORKER = "bootstrap"
 

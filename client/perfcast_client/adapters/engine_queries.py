@@ -11,10 +11,11 @@ from typing import Any
 
 from perfcast_client import planner
 from perfcast_client.adapters import fpm
-from perfcast_client.adapters.asking import Adapter, C, Steps, as_value_error, asking
+from perfcast_client.adapters.asking import Adapter, C, as_value_error, asking
 from perfcast_client.adapters.forward_pass import ForwardPassPerfModel
 from perfcast_client.errors import NotReady, PerfcastError
 from perfcast_client.planner_types import Limits, RankLoad, RankPass
+from perfcast_client.turns import Steps
 
 WORKER_TYPES = ("prefill", "decode", "aggregated")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from perfcast_client import calls, planner
-from perfcast_client.adapters.asking import Adapter, C, Steps, as_value_error, asking
+from perfcast_client.adapters.asking import Adapter, C, as_value_error, asking
 from perfcast_client.adapters.records import session_modes
 from perfcast_client.config import EngineConfig
 from perfcast_client.deployments import Estimate
 from perfcast_client.errors import OutOfMemory, PerfcastError
 from perfcast_client.serving import Static, Workload
+from perfcast_client.turns import Steps
 
 PHASES = {"full": "both", "prefill": "prefill", "decode": "decode"}
 SIZES = {

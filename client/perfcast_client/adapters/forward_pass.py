@@ -8,11 +8,12 @@ from typing import Any
 
 from perfcast_client import calibration, calls, planner
 from perfcast_client.adapters import fpm
-from perfcast_client.adapters.asking import Adapter, C, Steps, as_value_error, asking, build
+from perfcast_client.adapters.asking import Adapter, C, as_value_error, asking, build
 from perfcast_client.adapters.records import engine_of, options_of
 from perfcast_client.calibration import Diagnosis, LearningOptions
 from perfcast_client.errors import NotReady, PerfcastError
 from perfcast_client.record import EngineLike
+from perfcast_client.turns import Steps
 
 UNAVAILABLE = ("UNKNOWN_MODEL", "UNKNOWN_SYSTEM", "UNKNOWN_VERSION", "PERF_DATA_MISSING", "UNSUPPORTED", "DATA_CORRUPT")
 

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from perfcast_client import calls
-from perfcast_client.adapters.asking import Adapter, C, Steps, Timing, as_runtime_error, asking
+from perfcast_client.adapters.asking import Adapter, C, Timing, as_runtime_error, asking
 from perfcast_client.adapters.records import engine_of, session_modes
 from perfcast_client.aio import AsyncClient
 from perfcast_client.config import EngineConfig
 from perfcast_client.errors import PerfcastError
 from perfcast_client.record import EngineLike
 from perfcast_client.steps import DecodeTrajectory, Prefill, Step
+from perfcast_client.turns import Steps
 
 PHASES = {"both": ("prefill", "decode"), "prefill": ("prefill",), "decode": ("decode",)}
 ACCEPT_RATES = (0.85, 0.3, 0.0, 0.0, 0.0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perfcast_client.adapters import fpm
-from perfcast_client.adapters.asking import Adapter, C, Steps, asking
+from perfcast_client.adapters.asking import Adapter, C, asking
 from perfcast_client.adapters.engine_queries import (
     EngineCapacityRequest,
     EnginePerfLimits,
@@ -20,6 +20,7 @@ from perfcast_client.adapters.engine_queries import (
 from perfcast_client.adapters.forward_pass import ForwardPassPerfModel
 from perfcast_client.adapters.records import options_of
 from perfcast_client.planner_types import RankLoad
+from perfcast_client.turns import Steps
 
 log = logging.getLogger("perfcast.planner")
 

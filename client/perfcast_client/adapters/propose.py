@@ -14,13 +14,14 @@ import grpc
 
 from perfcast_client import planner
 from perfcast_client.adapters import fpm, plugin_schema
-from perfcast_client.adapters.asking import Adapter, C, Steps, asking
+from perfcast_client.adapters.asking import Adapter, C, asking
 from perfcast_client.adapters.msgpack import unpack
 from perfcast_client.adapters.plugin_schema import messages
 from perfcast_client.aio import AsyncClient
 from perfcast_client.errors import PerfcastError
 from perfcast_client.planner_types import Limits, RankLoad, Scenario, TickGroup, WorkerLoad
 from perfcast_client.record import EngineLike
+from perfcast_client.turns import Steps
 
 log = logging.getLogger("perfcast.propose")
 

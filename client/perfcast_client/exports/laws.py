@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from perfcast_client import calls, planner
-from perfcast_client.adapters.asking import Adapter, C, Steps
+from perfcast_client.adapters.asking import Adapter, C
 from perfcast_client.exports import files, grids
 from perfcast_client.exports.files import Export
 from perfcast_client.planner_types import LatencyLaw
 from perfcast_client.record import EngineLike
 from perfcast_client.results import Engine, Predictions
 from perfcast_client.steps import DecodeStep
+from perfcast_client.turns import Steps
 
 
 def export_wva(client: C, engine: EngineLike, path: str | Path, **box: int) -> Any:

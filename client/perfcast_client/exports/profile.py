@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perfcast_client import calls, planner
-from perfcast_client.adapters.asking import Adapter, C, Steps
+from perfcast_client.adapters.asking import Adapter, C
 from perfcast_client.exports import files, grids
 from perfcast_client.exports.files import Export
 from perfcast_client.planner_types import Bootstrap
 from perfcast_client.record import EngineLike
 from perfcast_client.results import F64, Predictions
 from perfcast_client.steps import DecodeStep, Prefill
+from perfcast_client.turns import Steps
 
 FORMATS = ("npz", "json")
 CHECKS = 2000  # places at which a decode table is held against direct predictions

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from perfcast_client import calls
-from perfcast_client.adapters.asking import Adapter, C, Steps
+from perfcast_client.adapters.asking import Adapter, C
 from perfcast_client.exports import files, grids
 from perfcast_client.exports.files import Export
 from perfcast_client.record import EngineLike
 from perfcast_client.results import F64, Engine, Predictions
 from perfcast_client.steps import DecodeStep, Mixed, Prefill, Step
+from perfcast_client.turns import Steps
 
 
 def _export(client: C, path: str | Path, steps: Callable[[Path], Steps[Export]]) -> Any:
