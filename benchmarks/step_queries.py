@@ -1,6 +1,6 @@
-"""Step queries in process and over loopback, beside a bare gRPC echo of the same message sizes in the same rounds.
+"""Step queries over loopback, beside a bare gRPC echo of the same message sizes in the same rounds.
 
-    python -m benchmarks.step_queries [--rounds N] [--calls N] [--reference-python PY] [--json]
+    python -m benchmarks.step_queries [--rounds N] [--calls N] [--json]
 
 Every round runs every arm once, in turn; a ratio is taken within a round, and the median over rounds is reported.
 """
@@ -16,18 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 from perfcast.v1 import prediction_pb2
 from perfcast_client import Client, DecodeStep, EngineConfig, Prefill, calls
-from perfcast_engine import EngineConfig as OwnConfig
-from perfcast_engine import ParallelConfig, Predictor
 
 from benchmarks import echo
-from benchmarks.processes import Peer, server
+from benchmarks.processes import server
 
 MODEL, SYSTEM, BACKEND, TP = "Qwen/Qwen3-32B-FP8", "h200_sxm", "trtllm", 4
 CONFIG = EngineConfig(model=MODEL, system=SYSTEM, backend=BACKEND, tp=TP)
@@ -68,45 +65,6 @@ class Shapes:
 
     def decode(self, n: int) -> list[tuple[int, int, int]]:
         return [(1 + i % 256, 300 + 5 * (i // 256) + i % 7, 100 + i % 900) for i in itertools.islice(self._next, n)]
-
-    def mixed(self, n: int) -> list[tuple[int, int, int, int]]:
-        return [(64 + i % 4000, 1 + i % 128, 1000 + i % 3000, 100 + i % 900) for i in itertools.islice(self._next, n)]
-
-
-def in_process(shapes: Shapes, referenced: bool) -> list[Arm]:
-    config = OwnConfig(model=MODEL, system=SYSTEM, backend=BACKEND, parallel=ParallelConfig(tp=TP))
-    steps = Predictor().engine(config).steps
-    batch = np.arange(BATCH_POINTS) % 256 + 1
-
-    def many(n: int) -> Seconds:
-        whole = timed(lambda isl: steps.decode_step(batch, isl, 128), range(1000, 1000 + max(1, n // 100)))
-        return [seconds / BATCH_POINTS for seconds in whole]
-
-    def beside(kind: str) -> str | None:
-        return f"reference {kind}" if referenced else None
-
-    def one(kind: str, call: Callable[..., Any], points: Callable[[int], Any]) -> Arm:
-        quick = getattr(steps, f"quick_{kind}")
-        return Arm(f"engine {kind}", lambda n: timed(lambda p: quick(*p) or call(*p), points(n)), beside(kind))
-
-    return [
-        one("prefill", steps.prefill, shapes.prefill),
-        one("decode", steps.decode_step, shapes.decode),
-        one("mixed", steps.mixed, shapes.mixed),
-        Arm(f"engine decode, one of {BATCH_POINTS:,} points", many),
-    ]
-
-
-def reference(python: str, shapes: Shapes, stack: ExitStack) -> list[Arm]:
-    peer = Peer(python, str(Path(__file__).with_name("reference_steps.py")))
-    stack.callback(peer.close)
-    version = Predictor().catalog.resolve_version(SYSTEM, BACKEND)
-    peer.ask({"model": MODEL, "system": SYSTEM, "backend": BACKEND, "version": version, "tp": TP})
-
-    def arm(kind: str, points: Callable[[int], Any]) -> Arm:
-        return Arm(f"reference {kind}", lambda n: peer.ask((kind, points(n))))
-
-    return [arm("prefill", shapes.prefill), arm("decode", shapes.decode), arm("mixed", shapes.mixed)]
 
 
 def loopback(address: str, echo_address: str, shapes: Shapes, stack: ExitStack) -> list[Arm]:
@@ -236,18 +194,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_queries", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=1000, help="calls of an arm in one round")
-    parser.add_argument("--reference-python", metavar="PY", help="an interpreter that has the reference engine")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     shapes = Shapes()
     with ExitStack() as stack:
         address = stack.enter_context(server("perfcast_cli", "serve", "--port", "0", "--metrics-port", "-1"))
         echo_address = stack.enter_context(server("benchmarks.echo"))
-        arms = in_process(shapes, bool(options.reference_python))
-        if options.reference_python:
-            arms += reference(options.reference_python, shapes, stack)
-        arms += loopback(address, echo_address, shapes, stack)
-        found = measure(arms, options.rounds, options.calls)
+        found = measure(loopback(address, echo_address, shapes, stack), options.rounds, options.calls)
     if options.json:
         print(json.dumps(found, indent=2))
         return

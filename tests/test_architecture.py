@@ -35,7 +35,7 @@ CLIENT_NEEDS = {"grpc", "google", "numpy"}
 FLOORS = (
     "errors", "quant", "system", "answer", "profiles", "interp", "tables", "ops", "backends", "models.spec", "config",
     "models", "origin",
-    "token_table", "step_result", "quick", "phase", "step", "whole_pass", "compiled", "memory", "serving", "search",
+    "token_table", "step_result", "phase", "quick", "step", "whole_pass", "compiled", "memory", "serving", "search",
     "predictor", "coverage", "planner",
 )  # fmt: skip
 MAX_LINES, MAX_ENGINE_LINES = 500, 9_000

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from perfcast_surface.surface import PhaseSurface, StepSurface
+from perfcast_surface.surface import Counts, PhaseSurface, StepSurface
 from perfcast_surface.terms import Term
 
-from perfcast_engine.answer import F64
 from perfcast_engine.errors import EngineError, UnsupportedCombination
 from perfcast_engine.ops.base import Op
 from perfcast_engine.phase import Phase
@@ -39,9 +38,9 @@ def _phase(phase: Phase, tokens: int) -> PhaseSurface:
     )
 
 
-def _counted(table: CountTable, last: int) -> F64:
-    """Sums at 0 to ``last``; empty where no operator depends on the count."""
-    return table(np.arange(last + 1, dtype=np.float64)).ms if table.ops else np.zeros(0)
+def _counted(table: CountTable, last: int) -> Counts | None:
+    """Sums at 0 to ``last``; None where no operator depends on the count."""
+    return Counts.of(table(np.arange(last + 1, dtype=np.float64)).ms) if table.ops else None
 
 
 def _terms(op: Op, phase: Phase) -> tuple[Term, ...]:

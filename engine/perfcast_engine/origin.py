@@ -42,19 +42,19 @@ class Tagged:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Rows ``which`` (N,) of a list of rows (M, 5)."""
+    """Columns ``which`` (N,) of a list of columns (5, M)."""
 
     by_source: F64
     which: np.ndarray
 
     def rows(self) -> F64:
-        rows: F64 = self.by_source[self.which]
+        rows: F64 = self.by_source[:, self.which].T
         return rows
 
     def total(self, weights: F64) -> F64:
         counts = np.bincount(self.which, weights)
         asked = np.flatnonzero(counts)
-        total: F64 = counts[asked] @ self.by_source[asked]
+        total: F64 = self.by_source[:, asked] @ counts[asked]
         return total
 
 

@@ -12,7 +12,6 @@ from perfcast_engine.answer import F64, Answer, Miss, Points
 from perfcast_engine.errors import EngineError
 from perfcast_engine.ops.base import Op, Reads, Role
 from perfcast_engine.origin import Summed
-from perfcast_engine.quick import QuickPhase, quick_terms
 from perfcast_engine.step_result import StepResult, combined
 from perfcast_engine.tables.database import Database
 from perfcast_engine.token_table import CountTable, TokenTable
@@ -69,14 +68,6 @@ class Phase:
     def nbytes(self) -> int:
         """Bytes of the tables filled so far."""
         return self.tokens.nbytes + self.logits.nbytes + self.requests.nbytes
-
-    @cached_property
-    def quick(self) -> QuickPhase | None:
-        """This phase for one point at a time; None where an operator offers no short cut."""
-        attention, others = quick_terms(self.attention, self.db), quick_terms(self.others, self.db)
-        if attention is None or others is None:
-            return None
-        return QuickPhase(self.tokens, self.logits, self.requests, attention, others)
 
     def price_shared(self, at: Points, logits_x: F64, operators: bool) -> StepResult:
         """Everything but attention."""

@@ -1,94 +1,58 @@
-"""Steps one at a time, without arrays: the same tables and slices, read as numbers.
+"""Steps from the surface of an engine as it stands: token tables as far as they are filled in, operators as terms.
 
-A never-seen step costs a few microseconds this way, where a numpy call on one point costs that much by itself. NaN
-means "ask the arrays": outside of the measurements, in modes without a short cut, and where data miss.
+A never-seen step costs a microsecond or two this way, and many at once a few hundredths each. NaN means "ask the
+operators": outside of the measurements, where counts are not filled in yet, and where data miss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
-from perfcast_surface.terms import Term
+import numpy as np
+from perfcast_surface.arrays import Ints
+from perfcast_surface.mixed import StepRules
+from perfcast_surface.surface import PhaseSurface, StepSurface, Table, in_bands
+from perfcast_surface.terms import One, Summand, Term
 
-from perfcast_engine.answer import Source
+from perfcast_engine.answer import F64, Source
 from perfcast_engine.errors import EngineError
-from perfcast_engine.ops.base import Op, Quick
+from perfcast_engine.ops.base import Op
+from perfcast_engine.origin import Summed
+from perfcast_engine.phase import Phase
+from perfcast_engine.step_result import StepResult
 from perfcast_engine.tables.database import Database
-from perfcast_engine.token_table import CountTable
+from perfcast_engine.token_table import TokenTable
+
+Ask = Callable[..., Any]  # an unbound method of StepSurface
+TABLES = ("tokens", "logits", "requests")
 
 
-class ShortCut(NamedTuple):
-    """One operator: its terms, what answers where they do not, and the source of both."""
+@dataclass(frozen=True, eq=False)
+class ShortCut:
+    """One operator as a summand: its terms, what answers single points where they do not, and the source of both."""
 
-    read: Quick
-    outside: Quick
+    terms: tuple[Term, ...]
+    outside: One
     source: Source
 
+    def at(self, batch: Ints, s: Ints, prefix: Ints) -> F64:
+        return sum((term.at(batch, s, prefix) for term in self.terms), np.zeros(1))
 
-Terms = tuple[ShortCut, ...]
+    @cached_property
+    def one(self) -> One:
+        inside, outside = [term.one for term in self.terms], self.outside
 
+        def one(batch: int, s: int, prefix: int) -> float:
+            ms = sum(term(batch, s, prefix) for term in inside)
+            return ms if ms == ms else outside(batch, s, prefix)
 
-class QuickStep:
-    """One step, summed up in place; where its latency comes from is worked out when it is asked for."""
-
-    __slots__ = ("_counts", "_terms", "ms")
-
-    def __init__(self) -> None:
-        self.ms = 0.0
-        self._counts: list[tuple[CountTable, int]] = []
-        self._terms: list[tuple[Source, float]] = []
-
-    def add(self, table: CountTable, count: int) -> None:
-        self.ms += table.one(count)
-        self._counts.append((table, count))
-
-    def add_terms(self, terms: Terms, batch: float, s: float, prefix: float, weight: float = 1.0) -> None:
-        for read, outside, source in terms:
-            ms = read(batch, s, prefix)
-            if ms != ms:
-                ms = outside(batch, s, prefix)
-            ms *= weight
-            self.ms += ms
-            self._terms.append((source, ms))
-
-    @property
-    def by_source(self) -> list[float]:
-        """ms per Source."""
-        shares = [0.0] * len(Source)
-        for table, count in self._counts:
-            for source, ms in enumerate(table.shares(count)):
-                shares[source] += ms
-        for source, ms in self._terms:
-            shares[source] += ms
-        return shares
+        return one
 
 
-@dataclass(frozen=True, slots=True)
-class QuickPhase:
-    """One operator list as tables over counts and short cuts over (batch, s, prefix)."""
-
-    tokens: CountTable
-    logits: CountTable
-    requests: CountTable
-    attention: Terms
-    others: Terms
-
-    def shared(self, batch: int, s: int, prefix: int, x: int, logits_x: int) -> QuickStep:
-        """Everything but attention."""
-        step = QuickStep()
-        step.add(self.tokens, x)
-        if self.logits.ops:
-            step.add(self.logits, logits_x)
-        if self.requests.ops:
-            step.add(self.requests, batch)
-        if self.others:
-            step.add_terms(self.others, batch, s, prefix)
-        return step
-
-
-def quick_terms(ops: Sequence[Op], db: Database) -> Terms | None:
+def short_cuts(ops: Sequence[Op], db: Database) -> tuple[ShortCut, ...] | None:
     """The short cuts of ``ops``; None where one of them has none."""
     found = []
     for op in ops:
@@ -98,10 +62,117 @@ def quick_terms(ops: Sequence[Op], db: Database) -> Terms | None:
             return None
         if terms is None:
             return None
-        found.append(ShortCut(_summed(terms), op.outside(db), op.terms_source(db)))
+        found.append(ShortCut(terms, op.outside(db), op.terms_source(db)))
     return tuple(found)
 
 
-def _summed(terms: Sequence[Term]) -> Quick:
-    reads = [term.one for term in terms]
-    return reads[0] if len(reads) == 1 else lambda *at: sum(read(*at) for read in reads)
+@dataclass(frozen=True, slots=True)
+class _Summands:
+    """One operator list: its tables and its short cuts."""
+
+    tables: tuple[TokenTable, ...]
+    attention: tuple[ShortCut, ...]
+    others: tuple[ShortCut, ...]
+
+    @classmethod
+    def of(cls, phase: Phase) -> _Summands | None:
+        attention, others = short_cuts(phase.attention, phase.db), short_cuts(phase.others, phase.db)
+        tables = tuple(table for name in TABLES if isinstance(table := getattr(phase, name), TokenTable))
+        if attention is None or others is None or len(tables) < len(TABLES):
+            return None
+        return cls(tables, attention, others)
+
+    def near(self) -> PhaseSurface:
+        attention, others = (tuple(t for cut in cuts for t in cut.terms) for cuts in (self.attention, self.others))
+        return self._over(self.tables, attention, others)
+
+    def far(self) -> PhaseSurface:
+        return self._over(self.tables, self.attention, self.others)
+
+    def of_source(self, source: Source) -> PhaseSurface:
+        attention, others = (tuple(c for c in cuts if c.source is source) for cuts in (self.attention, self.others))
+        return self._over([table.of(source) for table in self.tables], attention, others)
+
+    def _over(
+        self, tables: Sequence[Table], attention: tuple[Summand, ...], others: tuple[Summand, ...]
+    ) -> PhaseSurface:
+        tokens, logits, requests = (t if own.ops else None for t, own in zip(tables, self.tables, strict=True))
+        return PhaseSurface(tokens, logits, requests, attention, others)
+
+
+class QuickSteps:
+    """near: steps inside of the measurements; far: single ones beyond them too."""
+
+    def __init__(self, context: _Summands, generation: _Summands, rules: StepRules) -> None:
+        self.near = StepSurface(context.near(), generation.near(), rules)
+        self.far = StepSurface(context.far(), generation.far(), rules)
+        self._by_source = [StepSurface(context.of_source(s), generation.of_source(s), rules) for s in Source]
+        self._tables = context.tables + generation.tables
+        cuts = context.attention + context.others + generation.attention + generation.others
+        self._sources = [any(cut.source is source for cut in cuts) for source in Source]
+        planes = (plane for cut in cuts for term in cut.terms for plane in term.planes())
+        self._is_plain = all(plane.power is None for plane in planes)
+
+    @classmethod
+    def of(cls, context: Phase, generation: Phase, rules: StepRules) -> QuickSteps | None:
+        """None where an operator has no short cut, or where an engine is not asked often enough to keep tables."""
+        prefill, decode = _Summands.of(context), _Summands.of(generation)
+        return None if prefill is None or decode is None else cls(prefill, decode, rules)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to say about an answer but its latency and its sources."""
+        return self._is_plain and all(table.is_plain for table in self._tables)
+
+    def step(self, ask: Ask, counts: Mapping[str, int]) -> QuickStep | None:
+        """One point; None where the operators have to be asked."""
+        ms = ask(self.near, **counts)
+        if ms != ms:
+            ms = ask(self.far, **counts)
+        return QuickStep(ms, self, ask, counts) if ms == ms else None
+
+    def result(self, ms: F64, ask: Ask, counts: Sequence[Ints]) -> StepResult:
+        """Steps of which ``near`` answers ``ms`` (N,) to ``ask``."""
+        n = len(ms)
+        origin = Summed((QuickOrigin(self, ask, counts, n),), n)
+        return StepResult(ms, origin, np.zeros(n, np.uint8), np.zeros(n))
+
+    def by_source(self, ask: Callable[[StepSurface], Any], none: Any) -> list[Any]:
+        """What ``ask`` answers, split by Source; ``none`` for one that takes no part."""
+        known = np.any([table.sources for table in self._tables], axis=0)
+        parts = zip(self._by_source, self._sources, known.tolist(), strict=True)
+        return [ask(surface) if cut or counted else none for surface, cut, counted in parts]
+
+
+class QuickStep:
+    """One step; where its latency comes from is worked out when it is asked for."""
+
+    __slots__ = ("_ask", "_counts", "_steps", "ms")
+
+    def __init__(self, ms: float, steps: QuickSteps, ask: Ask, counts: Mapping[str, int]) -> None:
+        self.ms, self._steps, self._ask, self._counts = ms, steps, ask, counts
+
+    @property
+    def by_source(self) -> list[float]:
+        """ms per Source."""
+        return self._steps.by_source(lambda surface: self._ask(surface, **self._counts), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class QuickOrigin:
+    """Of N steps that ``near`` knows."""
+
+    steps: QuickSteps
+    ask: Ask
+    columns: Sequence[Ints]
+    n: int
+
+    def rows(self) -> F64:
+        def asked(surface: StepSurface) -> F64:
+            return in_bands(partial(self.ask, surface), *self.columns)
+
+        return np.stack(self.steps.by_source(asked, np.zeros(self.n)), axis=1)
+
+    def total(self, weights: F64) -> F64:
+        total: F64 = weights @ self.rows()
+        return total

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
-from perfcast_surface.mixed import ARRAYS, NUMBERS, StepRules, middle
+from perfcast_surface.arrays import Ints
+from perfcast_surface.mixed import ARRAYS, MixedPlan, StepRules, middle
+from perfcast_surface.surface import Counts, PhaseSurface, StepSurface, in_bands
 
 from perfcast_engine.answer import F64, Mask, Points
 from perfcast_engine.errors import InvalidField
@@ -22,7 +25,7 @@ from perfcast_engine.profiles import (
     MIXED_WHOLE_PROMPTS,
     Profile,
 )
-from perfcast_engine.quick import QuickStep
+from perfcast_engine.quick import QuickStep, QuickSteps
 from perfcast_engine.shared import Shared
 from perfcast_engine.step_result import StepResult, blanked, gathered, joined
 from perfcast_engine.tables.database import Database
@@ -48,6 +51,26 @@ class RankWork:
 
     def take(self, which: Mask) -> RankWork:
         return RankWork(*(getattr(self, name)[which] for name in self.__slots__))
+
+
+class MixedWork(NamedTuple):
+    """What mixed steps have to do, numbers or arrays (N,): prompt tokens, of prompts of ``isl`` tokens with ``prefix``
+    of them cached, and requests in the middle of their ``osl`` output tokens; factors on the attention of both."""
+
+    ctx_tokens: Any
+    gen_requests: Any
+    isl: Any
+    osl: Any
+    prefix: Any = 0
+    imbalance: Any = 1.0
+    gen_imbalance: Any = 1.0
+
+
+ONES: Mapping[str, Callable[..., float]] = MappingProxyType(
+    {"prefill": StepSurface.prefill_one, "decode_step": StepSurface.decode_step_one, "mixed": StepSurface.mixed_one}
+)
+NOTHING = PhaseSurface(Counts.of(np.zeros(0)), None, None, (), ())
+UNKNOWN = StepSurface(NOTHING, NOTHING, StepRules())
 
 
 @dataclass(frozen=True)
@@ -94,62 +117,64 @@ class StepModel:
         """Bytes of the tables filled so far; they grow as new token counts are asked for."""
         return self.context_phase.nbytes + self.generation_phase.nbytes
 
+    @cached_property
+    def _quick(self) -> QuickSteps | None:
+        return QuickSteps.of(self.context_phase, self.generation_phase, self.rules)
+
+    @cached_property
+    def _near(self) -> StepSurface:
+        return UNKNOWN if self._quick is None else self._quick.near
+
+    def quick(self, kind: str, counts: Mapping[str, int]) -> QuickStep | None:
+        """One point of ``kind``, a method for arrays, without arrays; None where these have to be asked."""
+        quick, ask = self._quick, ONES.get(kind)
+        return None if quick is None or ask is None else quick.step(ask, counts)
+
+    def prefill_ms(self, batch: int, isl: int, prefix: int = 0) -> float:
+        """``prefill`` of one point, ms; EngineError where it misses. So are the next two."""
+        ms = self._near.prefill_one(batch, isl, prefix)
+        return ms if ms == ms else self._ms("prefill", batch=batch, isl=isl, prefix=prefix)
+
+    def decode_step_ms(self, gen_requests: int, isl: int, osl: int) -> float:
+        ms = self._near.decode_step_one(gen_requests, isl, osl)
+        return ms if ms == ms else self._ms("decode_step", gen_requests=gen_requests, isl=isl, osl=osl)
+
+    def mixed_ms(self, ctx_tokens: int, gen_requests: int, isl: int, osl: int, prefix: int = 0) -> float:
+        ms = self._near.mixed_one(ctx_tokens, gen_requests, isl, osl, prefix)
+        if ms == ms:
+            return ms
+        return self._ms("mixed", ctx_tokens=ctx_tokens, gen_requests=gen_requests, isl=isl, osl=osl, prefix=prefix)
+
+    def _ms(self, kind: str, **counts: int) -> float:
+        step = self.quick(kind, counts)
+        ms: float = getattr(self, kind)(**counts).raise_first().ms.item() if step is None else step.ms
+        return ms
+
     def prefill(
         self, batch: Any, isl: Any, prefix: Any = 0, imbalance: Any = 1.0, *, operators: bool = False
     ) -> StepResult:
         """One pass over ``batch`` prompts of ``isl`` tokens, ``prefix`` of them cached (spec/06 1.2)."""
-        batch, isl, prefix = _counts(batch=batch, isl=isl, prefix=prefix)
-        _require(prefix < isl, "prefix", "must be smaller than isl")
-        at = Points.of(batch, isl - prefix, prefix, None, imbalance)
-        price = self.context_phase.price
-        return _in_bands(lambda *c: price(Points(*c), c[0], operators), at.columns, operators)
+        counts = _counts(batch=batch, isl=isl, prefix=prefix)
+        _require(counts[2] < counts[1], "prefix", "must be smaller than isl")
 
-    def quick_prefill(self, batch: int, isl: int, prefix: int = 0) -> QuickStep | None:
-        """``prefill`` of one point without arrays; None where the arrays have to be asked."""
-        phase, s = self.context_phase.quick, isl - prefix
-        if phase is None or batch < 1 or s < 1 or prefix < 0:
-            return None
-        step = phase.shared(batch, s, prefix, batch * s, batch)
-        step.add_terms(phase.attention, batch, s, prefix)
-        return step if step.ms == step.ms else None
+        def price(batch: F64, isl: F64, prefix: F64, imbalance: F64) -> StepResult:
+            at = Points.of(batch, isl - prefix, prefix, None, imbalance)
+            return self.context_phase.price(at, at.batch, operators)
 
-    def quick_decode(self, gen_requests: int, isl: int, osl: int) -> QuickStep | None:
-        """``decode_step`` of one point without arrays; None where the arrays have to be asked."""
-        phase, tokens = self.generation_phase.quick, gen_requests * (self.nextn + 1)
-        if phase is None or tokens < 1 or isl < 1 or osl < 1:
-            return None
-        length = middle(isl, osl, NUMBERS)
-        step = phase.shared(tokens, length, 0, tokens, tokens)
-        step.add_terms(phase.attention, tokens, length, 0)
-        return step if step.ms == step.ms else None
-
-    def quick_mixed(self, ctx_tokens: int, gen_requests: int, isl: int, osl: int, prefix: int = 0) -> QuickStep | None:
-        """``mixed`` of one point without arrays; None where the arrays have to be asked."""
-        context, generation = self.context_phase.quick, self.generation_phase.quick
-        if context is None or generation is None or min(ctx_tokens, gen_requests) < 0 or not 0 <= prefix < isl:
-            return None
-        plan = self.rules.mixed(ctx_tokens, gen_requests, isl, osl, prefix, NUMBERS)
-        if plan.flat < 1:
-            return None
-        step = context.shared(1, plan.flat, plan.cached, plan.flat, plan.logits_rows)
-        for prompts, weight in plan.prompts:
-            if weight:
-                step.add_terms(context.attention, prompts, isl - prefix, prefix, weight)
-        if gen_requests:
-            step.add_terms(generation.attention, plan.decodes, plan.length, 0)
-        return step if step.ms == step.ms else None
+        return self._answered(StepSurface.prefill_many, counts, (imbalance,), price, operators)
 
     def decode_step(
         self, gen_requests: Any, isl: Any, osl: Any, imbalance: Any = 1.0, *, operators: bool = False
     ) -> StepResult:
         """One decode iteration of ``gen_requests`` requests at the middle of their trajectory (spec/06 1.4)."""
-        requests, isl, osl = _counts(gen_requests=gen_requests, isl=isl, osl=osl)
-        tokens = np.maximum(requests, 1) * (self.nextn + 1)
-        length = middle(np.maximum(isl, 1), np.maximum(osl, 1), ARRAYS)
-        at = Points.of(tokens, length, 0, tokens, imbalance)
-        price = self.generation_phase.price
-        result = _in_bands(lambda *c: price(Points(*c), c[3], operators), at.columns, operators)
-        return blanked(result, requests == 0)
+        counts = _counts(gen_requests=gen_requests, isl=isl, osl=osl)
+
+        def price(requests: Ints, isl: Ints, osl: Ints, imbalance: F64) -> StepResult:
+            tokens = np.maximum(requests, 1) * (self.nextn + 1)
+            at = Points.of(tokens, middle(np.maximum(isl, 1), np.maximum(osl, 1)), 0, tokens, imbalance)
+            return blanked(self.generation_phase.price(at, at.x, operators), requests == 0)
+
+        return self._answered(StepSurface.decode_step_many, counts, (imbalance,), price, operators)
 
     def decode(
         self,
@@ -164,75 +189,80 @@ class StepModel:
     ) -> StepResult:
         """The whole decode of ``batch`` requests: every ``stride``-th of the osl - 1 steps, held over its stride
         (spec/06 1.3). ms is the sum over the trajectory; divide by osl - 1 for the mean TPOT."""
-        batch, isl, osl, beam = _counts(batch=batch, isl=isl, osl=osl, beam=beam)
-        imbalance = np.broadcast_to(np.asarray(imbalance, np.float64), batch.shape)
+        counts = _counts(batch=batch, isl=isl, osl=osl, beam=beam)
         stride = max(int(stride), 1)
-        steps = np.maximum(osl - 1, 0)
-        samples = np.ceil(steps / stride).astype(np.int64)
+        samples = np.broadcast_to(-(-np.maximum(counts[2] - 1, 0) // stride), (_length(counts),))
         if samples.sum() > MAX_SAMPLES:
             raise InvalidField("osl", f"needs more than {MAX_SAMPLES} samples; ask fewer points or a larger stride")
-        point = np.repeat(np.arange(len(batch)), samples)
-        offset = (np.arange(len(point)) - np.repeat(np.cumsum(samples) - samples, samples)) * float(stride)
-        held = np.minimum(stride, steps[point] - offset)
-        tokens = batch[point] * (self.nextn + 1)
-        at = Points.of(tokens, isl[point] + offset + 1, 0, tokens * beam[point], imbalance[point])
-        return gathered(self.generation_phase.price(at, at.x, operators).scaled(held), point, len(batch))
 
-    def mixed(
-        self,
-        ctx_tokens: Any,
-        gen_requests: Any,
-        isl: Any,
-        osl: Any,
-        prefix: Any = 0,
-        imbalance: Any = 1.0,
-        gen_imbalance: Any = 1.0,
-        *,
-        operators: bool = False,
-    ) -> StepResult:
-        """One iteration that prefills ``ctx_tokens`` tokens of prompts and decodes ``gen_requests`` (spec/06 1.5)."""
-        columns = _counts(ctx_tokens=ctx_tokens, gen_requests=gen_requests, isl=isl, osl=osl, prefix=prefix)
-        _check_mixed(*columns)
-        uneven = (
-            np.broadcast_to(np.asarray(value, np.float64), columns[0].shape) for value in (imbalance, gen_imbalance)
-        )
+        def price(batch: Ints, isl: Ints, osl: Ints, beam: Ints, imbalance: F64) -> StepResult:
+            steps = np.maximum(osl - 1, 0)
+            samples = -(-steps // stride)
+            point = np.repeat(np.arange(len(batch)), samples)
+            offset = (np.arange(len(point)) - np.repeat(np.cumsum(samples) - samples, samples)) * stride
+            held = np.minimum(stride, steps[point] - offset).astype(np.float64)
+            tokens = batch[point] * (self.nextn + 1)
+            at = Points.of(tokens, isl[point] + offset + 1, 0, tokens * beam[point], imbalance[point])
+            return gathered(self.generation_phase.price(at, at.x, operators).scaled(held), point, len(batch))
 
-        def price(*columns: F64) -> StepResult:
-            shared, context, decode = self.mixed_parts(*columns, operators=operators)
+        def ask(surface: StepSurface, *columns: Ints) -> F64:
+            return surface.decode_many(stride, *columns)
+
+        return self._answered(ask, counts, (imbalance,), price, operators)
+
+    def mixed(self, *work: Any, operators: bool = False, **named: Any) -> StepResult:
+        """One iteration that prefills tokens of prompts beside decoding requests (spec/06 1.5). Arguments are the
+        fields of MixedWork."""
+        *columns, imbalance, gen_imbalance = MixedWork(*work, **named)
+        counts = _mixed_counts(*columns)
+
+        def price(*columns: Any) -> StepResult:
+            shared, context, decode = self.mixed_parts(MixedWork(*columns), operators=operators)
             return shared + context + decode
 
-        return _in_bands(price, [*columns, *uneven], operators)
+        return self._answered(StepSurface.mixed_many, counts, (imbalance, gen_imbalance), price, operators)
 
-    def mixed_parts(
-        self,
-        ctx_tokens: Any,
-        gen_requests: Any,
-        isl: Any,
-        osl: Any,
-        prefix: Any = 0,
-        imbalance: Any = 1.0,
-        gen_imbalance: Any = 1.0,
-        *,
-        operators: bool = False,
-    ) -> tuple[StepResult, StepResult, StepResult]:
+    def mixed_parts(self, work: MixedWork, *, operators: bool = False) -> tuple[StepResult, StepResult, StepResult]:
         """The three passes of a mixed step: all but attention, context attention, decode attention."""
-        tokens, requests, isl, osl, prefix = _counts(
-            ctx_tokens=ctx_tokens, gen_requests=gen_requests, isl=isl, osl=osl, prefix=prefix
-        )
-        _check_mixed(tokens, requests, isl, osl, prefix)
-        plan = self.rules.mixed(tokens, requests, isl, osl, prefix, ARRAYS)
+        *columns, imbalance, gen_imbalance = work
+        tokens, requests, isl, osl, prefix = np.broadcast_arrays(*_mixed_counts(*columns))
+        plan = MixedPlan(*self.rules.mixed(tokens, requests, isl, osl, prefix, ARRAYS))
         busy = tokens + requests > 0
         one, flat = np.ones_like(tokens), np.where(busy, plan.flat, 1)
-        rows = np.broadcast_to(plan.logits_rows, flat.shape)
+        rows = np.maximum(plan.rows, 1).astype(np.float64)
         shared = self.context_phase.price_shared(Points.of(one, flat, plan.cached, flat, imbalance), rows, operators)
         fresh, cached = np.where(tokens > 0, isl - prefix, 1), np.where(tokens > 0, prefix, 0)
         context = StepResult.zero(len(tokens), operators)
-        for prompts, weight in plan.prompts:
+        for prompts, weight in ((plan.upper, plan.upper_weight), (plan.lower, plan.lower_weight)):
             at = Points.of(np.maximum(prompts, 1), fresh, cached, None, imbalance)
-            context += _weighed(self.context_phase, at, weight, operators)
+            context += _weighed(self.context_phase, at, np.where(prompts > 0, weight, 0.0), operators)
         at = Points.of(np.maximum(plan.decodes, 1), plan.length, 0, np.maximum(plan.decodes, 1), gen_imbalance)
         decode = _weighed(self.generation_phase, at, (requests > 0).astype(np.float64), operators)
         return blanked(shared, ~busy), context, decode
+
+    def _answered(
+        self,
+        ask: Callable[..., F64],
+        counts: Sequence[Ints],
+        factors: Sequence[Any],
+        price: Callable[..., StepResult],
+        operators: bool,
+    ) -> StepResult:
+        """Points with ``counts``, each (N,) or (1,), and imbalance ``factors``: by ``ask`` where the surface knows
+        them and there is no imbalance, by ``price`` from the operators elsewhere. Both take the columns."""
+        quick = None if operators or any(np.any(factor != 1.0) for factor in factors) else self._quick
+        gone: Mask = np.ones(1, np.bool_)
+        if quick is not None and quick.is_plain:
+            ms = in_bands(partial(ask, quick.near), *counts)
+            gone = np.isnan(ms)
+            if not gone.any():
+                return quick.result(ms, ask, counts)
+        columns: list[Any] = [np.broadcast_to(column, (_length(counts),)) for column in (*counts, *factors)]
+        if quick is None or gone.all():
+            return _in_bands(price, columns, operators)
+        known = quick.result(ms[~gone], ask, [column[~gone] for column in columns[: len(counts)]])
+        rest = _in_bands(price, [column[gone] for column in columns], operators)
+        return known.spread(~gone) + rest.spread(gone)
 
     def observed(self, work: RankWork, *, operators: bool = False) -> StepResult:
         """The pass of each rank as telemetry counts it (spec/04 11.4, spec/06 1.8). No factor of nextn: the counts are
@@ -273,7 +303,7 @@ class StepModel:
         return shared + context + self.generation_phase.price_attention(at, operators)
 
 
-def _in_bands(price: Callable[..., StepResult], columns: Sequence[F64], operators: bool) -> StepResult:
+def _in_bands(price: Callable[..., StepResult], columns: Sequence[Any], operators: bool) -> StepResult:
     """``price`` of columns (N,), BAND points at a time."""
     n = len(columns[0])
     if operators or n <= BAND:
@@ -291,29 +321,38 @@ def _weighed(phase: Phase, at: Points, weight: F64, operators: bool) -> StepResu
     return phase.price_attention(at.take(live), False).scaled(weight[live]).spread(live)
 
 
-def _check_mixed(tokens: F64, requests: F64, isl: F64, osl: F64, prefix: F64) -> None:
+def _mixed_counts(*columns: Any) -> list[Ints]:
+    counts = _counts(**dict(zip(MixedWork._fields, columns, strict=False)))
+    tokens, _, isl, _, prefix = counts
     _require(isl > 0, "isl", "must be positive")
     _require((prefix < isl) | (tokens == 0), "prefix", "must be smaller than isl")
+    return counts
 
 
-def _counts(**fields: Any) -> list[F64]:
-    """The fields broadcast to (N,) float64; InvalidField names one that is not a whole number in [0, 2^32)."""
-    arrays = []
+def _counts(**fields: Any) -> list[Ints]:
+    """The fields as int64, each (N,) or (1,); InvalidField names one that is not a whole number in [0, 2^32)."""
+    counts = []
     for name, value in fields.items():
         array = np.atleast_1d(np.asarray(value))
         if array.dtype.kind not in "iuf" or array.ndim != 1:
             raise InvalidField(name, "must be a number or a one-dimensional array of numbers", why="type")
-        array = array.astype(np.float64)
-        _require((array >= 0) & (array <= MAX_COUNT) & (array == np.floor(array)), name, "must be a whole number >= 0")
-        arrays.append(array)
-    try:
-        return list(np.broadcast_arrays(*arrays))
-    except ValueError:
-        lengths = ", ".join(f"{name} has {len(array)}" for name, array in zip(fields, arrays, strict=True))
-        raise InvalidField(next(iter(fields)), f"arrays differ in length: {lengths}", why="length") from None
+        whole = array.dtype.kind in "iu" or (array == np.floor(array)).all()
+        if len(array) and not (whole and array.min() >= 0 and array.max() <= MAX_COUNT):
+            good = (array >= 0) & (array <= MAX_COUNT) & (array == np.floor(array))
+            _require(good, name, "must be a whole number >= 0")
+        counts.append(array.astype(np.int64, copy=False))
+    if len({len(array) for array in counts} - {1}) > 1:
+        lengths = ", ".join(f"{name} has {len(array)}" for name, array in zip(fields, counts, strict=True))
+        raise InvalidField(next(iter(fields)), f"arrays differ in length: {lengths}", why="length")
+    return counts
 
 
-def _require(holds: Any, name: str, message: str) -> None:
-    bad = np.flatnonzero(~np.atleast_1d(holds))
-    if len(bad):
+def _length(counts: Sequence[Ints]) -> int:
+    """Of the points that columns (N,) and (1,) make up."""
+    return next((len(column) for column in counts if len(column) != 1), 1)
+
+
+def _require(holds: Mask, name: str, message: str) -> None:
+    if not holds.all():
+        bad = np.flatnonzero(~holds)
         raise InvalidField(name, f"{message} (point {bad[0]})", why="range", point=str(bad[0]))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from perfcast_surface.surface import Counts
 
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.ops.base import Op
@@ -33,7 +34,7 @@ class Counted(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Such sums as they are kept. by_source: (N, 5) ms per Source."""
+    """Such sums as they are kept. by_source: (5, N) ms per Source."""
 
     ms: F64
     by_source: F64
@@ -46,11 +47,11 @@ class Column(NamedTuple):
 
 
 def sum_by_source(answers: Sequence[Answer], n: int) -> F64:
-    """Latency (N, 5) by Source; an operator's whole latency counts under its own tag."""
-    out = np.zeros((n, len(Source)))
-    rows = np.arange(n)
+    """Latency (5, N) by Source; an operator's whole latency counts under its own tag."""
+    out = np.zeros((len(Source), n))
+    columns = np.arange(n)
     for answer in answers:
-        out[rows, answer.source] += answer.ms
+        out[answer.source, columns] += answer.ms
     return out
 
 
@@ -74,18 +75,9 @@ class CountTable:
         if len(new):
             counts, parts = np.concatenate([counts, new]), zip(kept, self.evaluate(new), strict=True)
             order = np.argsort(counts)
-            counts, kept = counts[order], Column(*(np.concatenate(pair)[order] for pair in parts))
+            counts, kept = counts[order], Column(*(np.concatenate(pair, axis=-1)[..., order] for pair in parts))
             self._known = counts, kept
         return kept.take(np.searchsorted(counts, asked)[back])
-
-    def one(self, count: int) -> float:
-        """The sum at one count, NaN where an operator misses it."""
-        return float(self(np.array([float(count)])).ms[0])
-
-    def shares(self, count: int) -> list[float]:
-        """The sum at one count, ms per Source."""
-        shares: list[float] = self(np.array([float(count)])).origin.rows()[0].tolist()
-        return shares
 
     @property
     def nbytes(self) -> int:
@@ -107,13 +99,27 @@ class CountTable:
 
 
 class TokenTable(CountTable):
-    """A count table that fills whole blocks ahead and answers by index; for an engine that is asked all the time."""
+    """A count table that fills whole blocks ahead and answers by index; for an engine that is asked all the time.
+
+    ms, view: the sums at 0, 1, 2 ..., NaN where they are not filled in and at the end; by_source: the same of each
+    Source, 0 where they are not; sources: whether there is any of each; is_plain: whether no sum is borrowed or has an
+    energy.
+    """
 
     def __init__(self, ops: Sequence[Op], db: Database) -> None:
         super().__init__(ops, db)
         self._lock = threading.Lock()
         self._filled = np.zeros(0, np.bool_)
-        self._kept = _empty(0)
+        self.is_plain, self.sources = True, np.zeros(len(Source), np.bool_)
+        self._keep(_empty(1))
+
+    def _keep(self, kept: Column) -> None:
+        self._kept = kept
+        self.by_source = tuple(map(Counts, kept.by_source))
+        self.ms, self.view = kept.ms, kept.ms.data
+
+    def of(self, source: Source) -> SourceTable:
+        return SourceTable(self, source)
 
     def __call__(self, x: F64) -> Counted:
         """Sums at counts ``x`` (N,), non-negative integers as float64."""
@@ -125,17 +131,6 @@ class TokenTable(CountTable):
             return self.evaluate(unique).take(back)
         self._fill(counts)
         return self._kept.take(counts)
-
-    def one(self, count: int) -> float:
-        if count < len(self._filled) and self._filled.item(count):
-            return self._kept.ms.item(count)
-        return super().one(count)
-
-    def shares(self, count: int) -> list[float]:
-        if count < len(self._filled) and self._filled.item(count):
-            shares: list[float] = self._kept.by_source[count].tolist()
-            return shares
-        return super().shares(count)
 
     @property
     def nbytes(self) -> int:
@@ -151,8 +146,11 @@ class TokenTable(CountTable):
             if len(blocks) <= BLOCKS_AT_ONCE:
                 missing = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
                 missing = missing[~self._filled[missing]]
-            for kept, new in zip(self._kept, self.evaluate(missing), strict=True):
-                kept[missing] = new
+            found = self.evaluate(missing)
+            self.sources |= found.by_source.any(axis=1)
+            self.is_plain = self.is_plain and not found.tier.any() and not found.energy.any()
+            for kept, new in reversed(list(zip(self._kept, found, strict=True))):  # who sees a sum sees its sources
+                kept[..., missing] = new
             self._filled[missing] = True
 
     def _grow(self, size: int) -> None:
@@ -161,13 +159,28 @@ class TokenTable(CountTable):
         if size <= old:
             return
         size = min(max(size, 2 * old), LIMIT)
-        larger = _empty(size)
+        larger, filled = _empty(size + 1), np.zeros(size, np.bool_)
         for new, kept in zip(larger, self._kept, strict=True):
-            new[:old] = kept
-        filled = np.zeros(size, np.bool_)
+            new[..., :old] = kept[..., :old]
         filled[:old] = self._filled
-        self._kept, self._filled = larger, filled
+        self._keep(larger)
+        self._filled = filled
+
+
+class SourceTable:
+    """What one source contributes to a token table."""
+
+    def __init__(self, table: TokenTable, source: Source) -> None:
+        self._table, self._source = table, source
+
+    @property
+    def ms(self) -> F64:
+        return self._table.by_source[self._source].ms
+
+    @property
+    def view(self) -> memoryview:
+        return self._table.by_source[self._source].view
 
 
 def _empty(n: int) -> Column:
-    return Column(np.zeros(n), np.zeros((n, len(Source))), np.zeros(n, np.uint8), np.zeros(n))
+    return Column(np.full(n, np.nan), np.zeros((len(Source), n)), np.zeros(n, np.uint8), np.zeros(n))

@@ -33,13 +33,12 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of step. ``call`` is the engine's method for arrays, ``quick`` the one for a single point that has no
-    attention imbalance; ``below`` pairs fields of which the first must be smaller."""
+    """One kind of step. ``call`` is the engine's method for arrays; ``below`` pairs fields of which the first must be
+    smaller."""
 
     call: str
     fields: tuple[Field, ...]
     below: tuple[str, str] | None = None
-    quick: str | None = None
 
 
 PREFIX = Field("prefix_tokens", "prefix", default=0)
@@ -52,17 +51,13 @@ KINDS: Mapping[str, Kind] = {
         "prefill",
         (BATCH, ISL, PREFIX, IMBALANCE),
         below=("prefix_tokens", "isl_tokens"),
-        quick="quick_prefill",
     ),
-    "decode_step": Kind(
-        "decode_step", (Field("batch_per_rank", "gen_requests", least=1), ISL, OSL), quick="quick_decode"
-    ),
+    "decode_step": Kind("decode_step", (Field("batch_per_rank", "gen_requests", least=1), ISL, OSL)),
     "decode_trajectory": Kind("decode", (BATCH, ISL, OSL)),
     "mixed": Kind(
         "mixed",
         (Field("ctx_tokens_per_rank", "ctx_tokens"), Field("gen_requests_per_rank", "gen_requests"), ISL, OSL, PREFIX),
         below=("prefix_tokens", "isl_tokens"),
-        quick="quick_mixed",
     ),
 }
 
@@ -77,15 +72,12 @@ class Query(NamedTuple):
 
     def ask_quick(self, steps: StepModel) -> QuickStep | None:
         """The answer to a question about one point where the engine has it at hand; bit for bit that of ``ask``."""
-        quick, arguments = KINDS[self.kind].quick, self.arguments
-        if quick is None:
-            return None
+        arguments = self.arguments
         if IMBALANCE.engine in arguments:
             arguments = dict(arguments)
             if arguments.pop(IMBALANCE.engine) != 1.0:
                 return None
-        step: QuickStep | None = getattr(steps, quick)(**arguments)
-        return step
+        return steps.quick(KINDS[self.kind].call, arguments)
 
     def ask(self, steps: StepModel, operators: bool = False) -> StepResult:
         result: StepResult = getattr(steps, KINDS[self.kind].call)(**self.arguments, operators=operators)

@@ -9,6 +9,5 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-Ints = NDArray[np.int64]
-Coords = tuple[F64, ...]
+Ints = NDArray[np.int64]  # counts are whole, so that they can index
 Sol = Callable[..., F64]  # a roofline: one array per axis -> ms

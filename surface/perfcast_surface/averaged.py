@@ -1,23 +1,23 @@
-"""The mean of a measured surface over lengths around the asked one, tabulated by integer length as it is asked."""
+"""The mean of a measured surface over lengths around the asked one, tabulated by length as it is asked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from math import nan
 
 import numpy as np
 
-from perfcast_surface.arrays import F64, Ints, Mask
+from perfcast_surface.arrays import F64, Ints
 from perfcast_surface.plane import Plane
 
 BITS = 10
 BLOCK = 1 << BITS  # lengths that are tabulated together
-BLOCKS = 64  # tabulated blocks that are kept
-LIMIT = 1 << 18  # longer lengths are not tabulated
+LIMIT = 1 << 17  # longer lengths are not tabulated
 
 
 class Averaged:
-    """Means of ``plane`` over (batch, length). ``spread`` gives the lengths (k, N) that stand for N lengths.
+    """Means of ``plane`` over (batch, length), counts. ``spread`` gives the lengths (k, N) that stand for N lengths.
 
     Exact: a mean of values that are linear in the batch is the same line through the means at the measured batches.
     """
@@ -25,69 +25,73 @@ class Averaged:
     def __init__(self, plane: Plane, spread: Callable[[F64], F64]) -> None:
         self.plane = plane
         self._spread = spread
-        self._batch = plane.axes[0]
-        self._rows = len(self._batch.knots) + 2
-        self._size = min(int(plane.axes[1].knots[-1]) + 2, LIMIT)
-        self._state = self._empty(0)
+        batch = plane.axes[0].knots
+        # for each batch: the measured one at or below it, the one at or above it, and the weight of that
+        counts = np.arange(int(batch[-1]) + 2)
+        self._low: Ints = batch.searchsorted(counts, "right")
+        weight = counts - np.append(0.0, batch)[self._low]
+        self._weight: F64 = weight / np.concatenate([[1.0], np.diff(batch), [1.0]])[self._low]
+        self._high: Ints = self._low + (weight > 0)
+        self._rows = len(batch) + 2
+        size = min(int(plane.axes[1].knots[-1]) + 2, LIMIT)
+        self._means = np.zeros((size, self._rows))  # memory that is not written to is not taken
+        self._means[-1] = np.nan
+        self._filled = np.zeros((size - 1 >> BITS) + 1, np.bool_)
 
-    def at(self, batch: F64, length: F64) -> F64:
-        """The mean at each point; NaN where a sample is outside of the plane and for a length that is no integer."""
-        s = length.astype(np.intp)
-        known = (s >= 0) & (s < self._size) & (s == length)
-        if not known.all():
-            s = np.where(known, s, 0)
-        block = s >> BITS
-        flat = self._means(block).ravel()
-        low, high, weight = self._batch.cell(batch)
-        block *= self._rows << BITS
-        block += s & (BLOCK - 1)
-        a, b = flat.take(block + (low << BITS)), flat.take(block + (high << BITS))
-        return np.where(known, a + (b - a) * weight, np.nan)
+    def at(self, batch: Ints, length: Ints) -> F64:
+        """The mean at each point; NaN where a sample is outside of the plane."""
+        self._fill(length)
+        first = length * self._rows
+        means = self._means.ravel()
+        a = means.take(first + self._low.take(batch, mode="clip"), mode="clip")
+        b = means.take(first + self._high.take(batch, mode="clip"), mode="clip")
+        b -= a
+        a += b * self._weight.take(batch, mode="clip")
+        return a
 
-    def one(self, batch: float, length: float) -> float:
+    @cached_property
+    def one(self) -> Callable[[int, int], float]:
         """``at`` for a single point."""
-        s = int(length)
-        if not 0 <= s < self._size or s != length:
-            return nan
-        block, s = s >> BITS, s & (BLOCK - 1)
-        means, filled = self._state
-        if block >= len(filled) or not filled.item(block):
-            means = self._means(np.array([block]))
-        low, high, weight = self._batch.one(batch)
-        a: float = means.item(block, low, s)
-        return a if low == high else a + (means.item(block, high, s) - a) * weight
+        means, low, high, weight, filled = (
+            array.data for array in (self._means.ravel(), self._low, self._high, self._weight, self._filled)
+        )
+        rows = self._rows
 
-    def _empty(self, blocks: int) -> tuple[F64, Mask]:
-        return np.zeros((blocks, self._rows, BLOCK)), np.zeros(blocks, np.bool_)
+        def one(batch: int, length: int) -> float:
+            try:
+                if not filled[length >> BITS]:
+                    self._fill(np.array([length]))
+                first, share = length * rows, weight[batch]
+                a: float = means[first + low[batch]]
+                return a + (means[first + high[batch]] - a) * share if share else a
+            except IndexError:
+                return nan
 
-    def _means(self, blocks: Ints) -> F64:
-        """Means (block, batch, length in the block) of which at least ``blocks`` are filled in."""
-        means, filled = self._state
-        last = int(blocks.max(initial=0))
-        if last < len(filled) and filled.take(blocks).all():
+        return one
+
+    def _fill(self, lengths: Ints) -> None:
+        """Tabulate what is asked for and was not before; to do so twice at a time changes nothing."""
+        last = len(self._filled) - 1
+        low, high = (min(int(end) >> BITS, last) for end in (lengths.min(initial=0), lengths.max(initial=0)))
+        if self._filled[low : high + 1].all():
+            return
+        for block in np.unique(np.minimum(lengths >> BITS, last)):
+            if not self._filled[block]:
+                first, end = block << BITS, min((block + 1) << BITS, len(self._means) - 1)
+                self._means[first:end] = self._tabulated(first, end)
+                self._filled[block] = True
+
+    def _tabulated(self, first: int, end: int) -> F64:
+        """Means (length, batch) at the lengths from ``first`` to ``end``."""
+        asked = self._spread(np.arange(first, end, dtype=np.float64)).astype(np.intp)
+        means = np.full((end - first, self._rows), np.nan)
+        if not asked.size:
             return means
-        if np.count_nonzero(filled) >= BLOCKS:
-            means, filled = self._empty(0)  # who reads the old ones goes on reading them
-        if last >= len(filled):
-            (old, had), (means, filled) = (means, filled), self._empty(1 << last.bit_length())
-            filled[: len(had)] = had  # before the means: another thread may be filling a block in just now
-            means[: len(old)] = old
-        for block in np.unique(blocks):
-            if not filled[block]:
-                means[block] = self._filled(block * BLOCK)
-                filled[block] = True
-        self._state = means, filled
-        return means
-
-    def _filled(self, first: int) -> F64:
-        """Means (batch, length) at BLOCK lengths from ``first`` on."""
-        asked = self._spread(np.arange(first, first + BLOCK, dtype=np.float64)).astype(np.intp)
         lengths = np.arange(asked.min(), asked.max() + 1)
         knots = self.plane.axes[1].knots
-        means = np.full((self._rows, BLOCK), np.nan)
         for row, values in enumerate(self.plane.values):
             there = ~np.isnan(values[1:-1])
             if there.any():
                 line = np.interp(lengths, knots[there], values[1:-1][there], left=np.nan, right=np.nan)
-                means[row] = line[asked - lengths[0]].sum(axis=0) / len(asked)
+                means[:, row] = line[asked - lengths[0]].sum(axis=0) / len(asked)
         return means

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from perfcast_surface.arrays import F64
+from perfcast_surface.arrays import F64, Ints
 from perfcast_surface.plane import Plane
 
 
@@ -18,13 +18,18 @@ class Blend:
 
     parts: tuple[tuple[float, Plane], ...]
 
-    def at(self, *query: F64) -> F64:
-        ms = self.parts[0][1].at(*query)
+    def at(self, *query: Ints) -> F64:
+        ms = self.parts[0][1].at_counts(*query)
         for weight, plane in self.parts[1:]:
-            ms = ms + (plane.at(*query) - ms) * weight
+            ms = ms + (plane.at_counts(*query) - ms) * weight
         return ms
 
-    def one(self, *query: float) -> float:
+    @cached_property
+    def one(self) -> Callable[..., float]:
+        """``at`` for single numbers."""
+        return self.parts[0][1].one if len(self.parts) == 1 else self._one
+
+    def _one(self, *query: int) -> float:
         ms = self.parts[0][1].one(*query)
         for weight, plane in self.parts[1:]:
             ms += (plane.one(*query) - ms) * weight
@@ -56,12 +61,13 @@ class Held:
     plane: Plane
 
     @cached_property
-    def _ends(self) -> list[tuple[float, float]]:
-        return [(float(axis.knots[0]), float(axis.knots[-1])) for axis in self.plane.axes]
+    def _ends(self) -> list[tuple[int, int]]:
+        return [(int(axis.knots[0]), int(axis.knots[-1])) for axis in self.plane.axes]
 
-    def at(self, *query: F64) -> F64:
-        return self.plane.at(*(np.clip(c, *ends) for c, ends in zip(query, self._ends, strict=True)))
+    def at(self, *query: F64 | Ints) -> F64:
+        held: list[F64] = [np.clip(c, *ends) for c, ends in zip(query, self._ends, strict=True)]
+        return self.plane.at(*held)
 
-    def one(self, *query: float) -> float:
+    def one(self, *query: int) -> float:
         """``at`` for a single query."""
         return self.plane.one(*(min(max(c, low), high) for c, (low, high) in zip(query, self._ends, strict=True)))

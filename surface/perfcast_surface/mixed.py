@@ -9,32 +9,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-
-class Rounding(NamedTuple):
-    """Functions on arrays, or on numbers."""
-
-    floor: Callable[[Any], Any]
-    ceil: Callable[[Any], Any]
-    maximum: Callable[[Any, Any], Any]
+Rounding = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]  # floor of what is not negative, maximum
+ARRAYS: Rounding = (lambda values: values.astype(np.int64), np.maximum)
+NUMBERS: Rounding = (math.floor, max)
 
 
-ARRAYS = Rounding(np.floor, np.ceil, np.maximum)
-NUMBERS = Rounding(math.floor, math.ceil, max)
-
-
-def middle(isl: Any, osl: Any, of: Rounding) -> Any:
+def middle(isl: Any, osl: Any) -> Any:
     """KV length of a decode iteration in the middle of the generation."""
-    return isl + of.floor(osl / 2) + 1  # on arrays // takes ten times as long
+    return isl + (osl >> 1) + 1
 
 
 class MixedPlan(NamedTuple):
-    """flat, cached: tokens of the shared pass, run as one sequence; prompts: (prompts, weight) of the context-attention
-    passes; decodes, length: query tokens and KV length of decode attention."""
+    """flat, cached: tokens of the shared pass, run as one sequence; rows: of the vocabulary projection; each of two
+    context-attention passes over so many prompts, which may be none, counts with its weight; decodes, length: query
+    tokens and KV length of decode attention."""
 
     flat: Any
     cached: Any
-    logits_rows: Any
-    prompts: tuple[tuple[Any, Any], ...]
+    rows: Any
+    upper: Any
+    upper_weight: Any
+    lower: Any
+    lower_weight: Any
     decodes: Any
     length: Any
 
@@ -51,16 +47,19 @@ class StepRules:
     prefix_per_prompt: bool = False
     whole_prompts: bool = False
 
-    def mixed(self, tokens: Any, requests: Any, isl: Any, osl: Any, prefix: Any, of: Rounding) -> MixedPlan:
-        """A step of ``tokens`` prompt tokens beside ``requests`` decoding requests."""
+    def mixed(self, tokens: Any, requests: Any, isl: Any, osl: Any, prefix: Any, of: Rounding) -> tuple[Any, ...]:
+        """The fields of a MixedPlan for ``tokens`` prompt tokens beside ``requests`` decoding requests: counts, int64
+        where they are arrays. Not made a MixedPlan, which takes as long as all of it does for numbers."""
+        floor, maximum = of
         decodes, prompts = requests * (self.nextn + 1), tokens / isl
-        lower, upper = of.floor(prompts), of.ceil(prompts)
-        cached = prefix * lower if self.prefix_per_prompt else of.floor(prefix * prompts)
-        rows = 1 if self.one_logits_row else of.maximum(upper + decodes, 1)
+        lower = floor(prompts)
+        part = prompts - lower
+        upper = lower + (part > 0)
+        cached = prefix * lower if self.prefix_per_prompt else floor(prefix * prompts)
+        flat, rows, length = tokens + decodes - cached, upper + decodes, isl + (osl >> 1) + 1
+        if self.one_logits_row:
+            rows = rows * 0 + 1
         if self.whole_prompts:
-            chunks = of.maximum(of.ceil(isl / of.maximum(tokens, 1)), 1)
-            attention: tuple[tuple[Any, Any], ...] = ((upper, (tokens > 0) / chunks),)
-        else:
-            part = prompts - lower
-            attention = ((upper, part), (lower, (lower > 0) * (1 - part)))
-        return MixedPlan(tokens + decodes - cached, cached, rows, attention, decodes, middle(isl, osl, of))
+            chunks = -(-isl // maximum(tokens, 1))
+            return flat, cached, rows, upper, 1 / chunks, lower * 0, part * 0.0, decodes, length
+        return flat, cached, rows, upper, part, lower, 1 - part, decodes, length

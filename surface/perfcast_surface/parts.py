@@ -13,7 +13,7 @@ import numpy as np
 from perfcast_surface.arrays import F64
 from perfcast_surface.mixed import StepRules
 from perfcast_surface.plane import Axis, Plane
-from perfcast_surface.surface import PhaseSurface, StepSurface
+from perfcast_surface.surface import Counts, PhaseSurface, StepSurface
 from perfcast_surface.terms import EVALUATORS, Term
 
 FORMAT = 1
@@ -37,7 +37,8 @@ def take_apart(surface: StepSurface) -> tuple[dict[str, Any], dict[str, F64]]:
     phases: dict[str, Any] = {}
     for name in PHASES:
         phase: PhaseSurface = getattr(surface, name)
-        arrays |= {f"{name}.{table}": getattr(phase, table) for table in TABLES}
+        tables = {f"{name}.{table}": getattr(phase, table) for table in TABLES}
+        arrays |= {key: np.zeros(0) if table is None else table.ms[:-1] for key, table in tables.items()}
         phases[name] = [_described(term, term in phase.attention, planes) for term in phase.terms]
     for i, plane in enumerate(planes.values()):
         arrays[f"plane{i}.values"] = plane.values
@@ -106,8 +107,9 @@ def _phase(name: str, terms: list[Mapping[str, Any]], planes: list[Plane], array
         scale = float(term["scale"])
         _require(bool(np.isfinite([scale, *parameters.values()]).all()), f"{name}: a parameter is not finite")
         own = [planes[_whole(index, 0, len(planes) - 1)] for index in term["planes"]]
-        read[bool(term["is_attention"])].append(EVALUATORS[term["evaluator"]].read(scale, parameters, own))
-    return PhaseSurface(tables[0], tables[1], tables[2], tuple(read[True]), tuple(read[False]))
+        read[bool(term["is_attention"])].append(EVALUATORS[term["evaluator"]](scale, parameters, own))
+    tokens, logits, requests = (Counts.of(table) if len(table) else None for table in tables)
+    return PhaseSurface(tokens, logits, requests, tuple(read[True]), tuple(read[False]))
 
 
 def _rules(rules: Mapping[str, Any]) -> StepRules:

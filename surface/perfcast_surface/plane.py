@@ -8,15 +8,17 @@ points belong to the full resolution chain.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from math import nan, sqrt
+from math import inf, nan, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perfcast_surface.arrays import F64, Coords, Ints, Sol
+from perfcast_surface.arrays import F64, Ints, Sol
+from perfcast_surface.lines import COUNTS, ROWS, Lines
 
 CELLS = 1 << 21  # of the largest plane that is worth its memory
 INTEGERS = 1 << 18  # knots below this are found by reading a list of all integers
@@ -46,7 +48,7 @@ class Axis:
         return np.concatenate([[1.0], np.diff(self.knots), [1.0]])
 
     @cached_property
-    def _list(self) -> list[float]:
+    def list(self) -> list[float]:
         knots: list[float] = self.knots.tolist()
         return knots
 
@@ -55,7 +57,7 @@ class Axis:
         """How many knots are at or below 0, 1, 2 ... and one more than the last knot."""
         return self.knots.searchsorted(np.arange(self.knots[-1] + 2), "right").astype(np.uint16)
 
-    def cell(self, c: F64) -> Cell:
+    def cell(self, c: F64 | Ints) -> Cell:
         if len(c) > FEW and self.knots[-1] < INTEGERS:
             floor = np.minimum(c, self.knots[-1] + 1).astype(np.intp)  # knots are integers
             low = self._by_integer.take(floor, mode="clip").astype(np.intp)
@@ -66,7 +68,7 @@ class Axis:
 
     def one(self, c: float) -> tuple[int, int, float]:
         """``cell`` of a single query."""
-        knots = self._list
+        knots = self.list
         low = bisect_right(knots, c)
         if low == 0:
             return 0, 0, 0.0
@@ -81,11 +83,12 @@ class Axis:
 @dataclass(frozen=True, eq=False)
 class Plane:
     """Values at all combinations of the axes' knots, each axis padded by a NaN at both ends. ``roots``: square roots
-    are blended on the first axis."""
+    are blended on the first axis. power: W at the same knots, where any was measured; it stays with the engine."""
 
     axes: tuple[Axis, ...]
     values: F64
     roots: bool = False
+    power: Plane | None = None
 
     @classmethod
     def of(cls, coords: tuple[Ints, ...], values: F64, roots: bool = False, lead: float | None = None) -> Plane | None:
@@ -115,10 +118,25 @@ class Plane:
         return self.values.tolist()
 
     @cached_property
-    def _lists(self) -> tuple[list[float], list[float], list[list[float]]]:
-        return self.axes[0].knots.tolist(), self.axes[1].knots.tolist(), self._nested
+    def lines(self) -> Lines | None:
+        """This plane where two counts are asked; None for other axes and too long ones."""
+        if len(self.axes) != 2:
+            return None
+        rows, along = reversed(self.axes) if self.roots else self.axes
+        if rows.knots[-1] >= ROWS or along.knots[-1] >= COUNTS:
+            return None
+        return Lines(rows.knots, along.knots, self.values.T if self.roots else self.values, self.roots)
 
-    def at(self, *query: F64, sol: Sol | None = None) -> F64:
+    def at_counts(self, *query: Ints) -> F64:
+        """``at`` for whole numbers."""
+        return self.at(*query) if self.lines is None else self.lines.at(*query)
+
+    @cached_property
+    def one(self) -> Callable[..., float]:
+        """``at_counts`` for single numbers."""
+        return self._one if self.lines is None else self.lines.one
+
+    def at(self, *query: F64 | Ints, sol: Sol | None = None) -> F64:
         """The value at each query; NaN outside. With ``sol``, the roofline of the axes, the value of a row carries over
         to a query that lies between it and one that ends too early."""
         cells = [axis.cell(c) for axis, c in zip(self.axes, query, strict=True)]
@@ -144,7 +162,7 @@ class Plane:
         blend: F64 = a + (b - a) * weight
         return blend
 
-    def _carry(self, blend: F64, a: F64, b: F64, cell: Cell, query: Coords, sol: Sol) -> None:
+    def _carry(self, blend: F64, a: F64, b: F64, cell: Cell, query: tuple[F64 | Ints, ...], sol: Sol) -> None:
         """Fill ``blend`` where only one of two rows around the query has a value."""
         between = (cell.low > 0) & (cell.high <= len(self.axes[0].knots))
         alone = (np.isnan(a) != np.isnan(b)) & between
@@ -158,51 +176,33 @@ class Plane:
         ratio = np.where(usable, here, 1.0) / np.where(usable, there, 1.0)
         blend[alone] = np.where(lower, a[alone], b[alone]) * ratio
 
-    def one(self, *query: float) -> float:
-        """``at`` for a single query."""
-        if len(query) == 2:
-            return self._pair(*query)
-        cells = [axis.one(c) for axis, c in zip(self.axes, query, strict=True)]
-        return self._one(cells, 0, self._nested)
+    def _one(self, *query: float) -> float:
+        return self._blended([axis.one(c) for axis, c in zip(self.axes, query, strict=True)], 0, self._nested)
 
-    def _pair(self, x: float, y: float) -> float:
-        """``one`` of two axes, the usual number of them, at half the cost."""
-        outer, inner, rows = self._lists
-        i, j = bisect_right(outer, x), bisect_right(inner, y)
-        if i == 0 or j == 0:
-            return nan
-        row, x0, y0 = rows[i], outer[i - 1], inner[j - 1]
-        share, a = 0.0, row[j]
-        if y != y0:
-            if j == len(inner):
-                return nan
-            share = (y - y0) / (inner[j] - y0)
-            a += (row[j + 1] - a) * share
-        if x == x0:
-            return a
-        if i == len(outer):
-            return nan
-        row = rows[i + 1]
-        b = row[j]
-        if share:
-            b += (row[j + 1] - b) * share
-        weight = (x - x0) / (outer[i] - x0)
-        if self.roots:
-            root = sqrt(a) + (sqrt(b) - sqrt(a)) * weight if a >= 0 and b >= 0 else nan
-            return root * root
-        return a + (b - a) * weight
-
-    def _one(self, cells: list[tuple[int, int, float]], depth: int, node: Any) -> float:
+    def _blended(self, cells: list[tuple[int, int, float]], depth: int, node: Any) -> float:
         low, high, weight = cells[depth]
         last = depth + 1 == len(cells)
-        a: float = node[low] if last else self._one(cells, depth + 1, node[low])
+        a: float = node[low] if last else self._blended(cells, depth + 1, node[low])
         if low == high:
             return a
-        b: float = node[high] if last else self._one(cells, depth + 1, node[high])
+        b: float = node[high] if last else self._blended(cells, depth + 1, node[high])
         if depth == 0 and self.roots:
             root = sqrt(a) + (sqrt(b) - sqrt(a)) * weight if a >= 0 and b >= 0 else nan
             return root * root
         return a + (b - a) * weight
+
+    def carried(self, sol: Sol, *query: float) -> float:
+        """What ``at`` adds for ``sol``, for single numbers: NaN where it carries nothing."""
+        cells = [axis.one(c) for axis, c in zip(self.axes, query, strict=True)]
+        low, high, _ = cells[0]
+        if low == high or len(cells) == 1:
+            return nan
+        a, b = self._blended(cells, 1, self._nested[low]), self._blended(cells, 1, self._nested[high])
+        if (a == a) == (b == b):
+            return nan
+        ms, row = (a, low) if a == a else (b, high)
+        here, there = float(sol(*query)), float(sol(self.axes[0].list[row - 1], *query[1:]))
+        return ms * here / there if 0 < here < inf and 0 < there < inf else ms
 
 
 def _resampled(coords: tuple[Ints, ...], values: F64, knots: list[F64]) -> F64:

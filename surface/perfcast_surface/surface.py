@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
 from math import inf, nan
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from perfcast_surface.arrays import F64, Mask
-from perfcast_surface.mixed import ARRAYS, NUMBERS, StepRules, middle
-from perfcast_surface.terms import Term
+from perfcast_surface.arrays import F64, Ints, Mask
+from perfcast_surface.mixed import ARRAYS, NUMBERS, MixedPlan, StepRules, middle
+from perfcast_surface.terms import One, Summand, Term
 
 FEW = 8  # samples of a trajectory that are quicker one by one
 BAND = 1 << 13  # points evaluated together, so that what they take stays in the processor's cache
-ONE, ZERO = np.ones(1), np.zeros(1)
+ONE, ZERO = np.ones(1, np.int64), np.zeros(1, np.int64)
 DEFAULT_STRIDE = 32
+LONGEST = 2**31 - 1
 
 
 class Domain(NamedTuple):
@@ -29,77 +32,115 @@ class Domain(NamedTuple):
     kv_tokens: int
 
 
+class Table(Protocol):
+    """ms at 0, 1, 2 ... of what is counted, NaN where it is not known, and a NaN at the end that stands for all counts
+    beyond. ``view``: the same, for single counts."""
+
+    @property
+    def ms(self) -> F64: ...
+    @property
+    def view(self) -> memoryview: ...
+
+
+class Counts:
+    """A table that stays as it is."""
+
+    def __init__(self, ms: F64) -> None:
+        self.ms, self.view = ms, ms.data
+
+    @classmethod
+    def of(cls, known: F64) -> Counts:
+        return cls(np.append(known, nan))
+
+
 @dataclass(frozen=True, eq=False)
 class PhaseSurface:
-    """One operator list. tokens, logits, requests: ms at 0, 1, 2 ... tokens of the pass, rows of the vocabulary
-    projection, requests; empty where nothing depends on it. attention: terms that mixed steps price apart."""
+    """One operator list. tokens, logits, requests: tables over tokens of the pass, rows of the vocabulary projection,
+    requests; None where nothing depends on them. attention: terms that mixed steps price apart."""
 
-    tokens: F64
-    logits: F64
-    requests: F64
-    attention: tuple[Term, ...]
-    others: tuple[Term, ...]
+    tokens: Table | None
+    logits: Table | None
+    requests: Table | None
+    attention: tuple[Summand, ...]
+    others: tuple[Summand, ...]
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        return self.attention + self.others
+        """All summands of a surface that can leave its process."""
+        return cast("tuple[Term, ...]", self.attention + self.others)
 
     @property
     def reach(self) -> tuple[int, int]:
         """The largest batch and the longest sequence of the measurements behind all terms."""
         batch = min((term.reach[0] for term in self.terms), default=inf)
         tokens = min((term.reach[1] for term in self.terms), default=inf)
-        counts = (len(table) - 1 for table in (self.logits, self.requests) if len(table))
-        return int(min(batch, *counts, len(self.tokens) - 1)), int(min(tokens, 2**31 - 1))
+        counts = (len(table.ms) - 2 for table in (self.tokens, self.logits, self.requests) if table is not None)
+        return int(min(batch, *counts, LONGEST)), int(min(tokens, LONGEST))
 
-    def shared(self, batch: F64, s: F64, prefix: F64, x: F64, rows: F64) -> F64:
-        """Everything but attention; NaN outside."""
-        ms = _look_up(self.tokens, x)
-        for table, counts in ((self.logits, rows), (self.requests, batch)):
-            if len(table):
-                ms = ms + _look_up(table, counts)
-        return _summed(self.others, ms, batch, s, prefix)
+    def shared(self, batch: Ints, s: Ints, prefix: Ints, x: Ints, rows: Ints) -> F64:
+        """Everything but attention; NaN outside. Points are broadcast against each other."""
+        counted = ((self.tokens, x), (self.logits, rows), (self.requests, batch))
+        sums = (table.ms.take(counts, mode="clip") for table, counts in counted if table is not None)
+        return _sum(chain(sums, (term.at(batch, s, prefix) for term in self.others)))
 
-    def whole(self, batch: F64, s: F64, prefix: F64, x: F64, rows: F64) -> F64:
+    def whole(self, batch: Ints, s: Ints, prefix: Ints, x: Ints, rows: Ints) -> F64:
         """A pass; NaN outside."""
-        return _summed(self.attention, self.shared(batch, s, prefix, x, rows), batch, s, prefix)
+        return _weighed(self.attention, self.shared(batch, s, prefix, x, rows), None, batch, s, prefix)
 
     def shared_one(self, batch: int, s: int, prefix: int, x: int, rows: int) -> float:
         ms = 0.0
-        for table, count in ((self.tokens, x), (self.logits, rows), (self.requests, batch)):
-            if len(table):
-                ms += table.item(count) if 0 <= count < len(table) else nan
+        try:
+            if self.tokens is not None:
+                ms = self.tokens.view[x]
+            if self.logits is not None:
+                ms += self.logits.view[rows]
+            if self.requests is not None:
+                ms += self.requests.view[batch]
+        except IndexError:
+            return nan
         for term in self.others:
             ms += term.one(batch, s, prefix)
         return ms
 
-    def attention_one(self, batch: int, s: int, prefix: int) -> float:
-        ms = 0.0
-        for term in self.attention:
-            ms += term.one(batch, s, prefix)
-        return ms
+    @cached_property
+    def attention_one(self) -> One:
+        if len(self.attention) == 1:
+            return self.attention[0].one
+        each = [term.one for term in self.attention]
+
+        def one(batch: int, s: int, prefix: int) -> float:
+            ms = 0.0
+            for term in each:
+                ms += term(batch, s, prefix)
+            return ms
+
+        return one
 
 
-def _look_up(table: F64, counts: F64) -> F64:
-    if not len(table):
-        return np.zeros(len(counts))
-    index = counts.astype(np.int64)
-    known = (index >= 0) & (index < len(table))
-    if known.all():
-        return table.take(index)
-    return np.where(known, table.take(np.where(known, index, 0)), np.nan)
+def _sum(parts: Iterable[F64]) -> F64:
+    ms: F64 | None = None
+    for part in parts:
+        ms = part if ms is None else ms + part
+    return np.zeros(1) if ms is None else ms
 
 
-def _summed(terms: tuple[Term, ...], ms: F64, batch: F64, s: F64, prefix: F64) -> F64:
-    for term in terms:
-        ms = ms + term.at(batch, s, prefix)
-    return ms
+def _weighed(terms: tuple[Summand, ...], ms: F64, weight: F64 | None, batch: Ints, s: Ints, prefix: Ints) -> F64:
+    """``ms`` plus the sum of ``terms``, times ``weight`` if there is one, where there is any ``batch``."""
+    if _least(batch) > 0:
+        found = _sum(term.at(batch, s, prefix) for term in terms)
+        return ms + (found if weight is None else found * weight)
+    live, found = np.flatnonzero(batch), np.zeros(len(batch))
+    if len(live):
+        columns: Any = (c if c is None or len(c) == 1 else c.take(live) for c in (weight, batch, s, prefix))
+        found[live] = _weighed(terms, np.zeros(1), *columns)
+    return ms + found
 
 
 @dataclass(frozen=True, eq=False)
 class StepSurface:
     """Steps of one engine. Arguments are ints, or arrays (N,) of whole numbers broadcast against each other; answers
-    are ms, a float or (N,). NaN where the surface does not reach."""
+    are ms, a float or (N,). NaN where the surface does not reach. What ends in ``_one`` takes ints and what ends in
+    ``_many`` takes int64 arrays, (N,) or (1,)."""
 
     context: PhaseSurface
     generation: PhaseSurface
@@ -109,67 +150,57 @@ class StepSurface:
     def domain(self) -> Domain:
         rows = self.rules.nextn + 1
         (prefills, prompt), (decodes, kv) = self.context.reach, self.generation.reach
-        return Domain(len(self.context.tokens) - 1, prefills, prompt, decodes // rows, kv)
+        tokens = self.context.tokens
+        return Domain(LONGEST if tokens is None else len(tokens.ms) - 2, prefills, prompt, decodes // rows, kv)
 
     def prefill(self, batch: Any, isl: Any, prefix: Any = 0) -> Any:
         """One pass over ``batch`` prompts of ``isl`` tokens, ``prefix`` of them cached."""
-        phase = self.context
-        if type(batch) is int and type(isl) is int and type(prefix) is int:
-            new = isl - prefix
-            if batch < 1 or new < 1 or prefix < 0:
-                return nan
-            return phase.shared_one(batch, new, prefix, batch * new, batch) + phase.attention_one(batch, new, prefix)
-        return _in_bands(self._prefills, batch, isl, prefix)
+        if type(batch) is type(isl) is type(prefix) is int:
+            return self.prefill_one(batch, isl, prefix)
+        return in_bands(self.prefill_many, batch, isl, prefix)
 
-    def _prefills(self, batch: F64, isl: F64, prefix: F64) -> F64:
-        s = isl - prefix
-        good = (batch >= 1) & (s >= 1) & (prefix >= 0)
-        batch, s = _where(good, batch), _where(good, s)
-        return _only(good, self.context.whole(batch, s, prefix, batch * s, batch))
+    def prefill_one(self, batch: int, isl: int, prefix: int = 0) -> float:
+        phase, s = self.context, isl - prefix
+        if batch < 1 or s < 1 or prefix < 0:
+            return nan
+        return phase.shared_one(batch, s, prefix, batch * s, batch) + phase.attention_one(batch, s, prefix)
+
+    def prefill_many(self, batch: Ints, isl: Ints, prefix: Ints) -> F64:
+        s = isl - prefix if prefix.any() else isl
+        if _least(s) < 1 or _least(batch) < 1 or _least(prefix) < 0:
+            return _where((batch >= 1) & (s >= 1) & (prefix >= 0), self.prefill_many, batch, isl, prefix)
+        return self.context.whole(batch, s, prefix, batch * s, batch)
 
     def decode_step(self, gen_requests: Any, isl: Any, osl: Any) -> Any:
         """One decode iteration of ``gen_requests`` requests in the middle of their generation."""
-        phase, rows = self.generation, self.rules.nextn + 1
-        if type(gen_requests) is int and type(isl) is int and type(osl) is int:
-            if gen_requests < 1 or isl < 1 or osl < 1:
-                return nan
-            tokens, length = gen_requests * rows, middle(isl, osl, NUMBERS)
-            return phase.shared_one(tokens, length, 0, tokens, tokens) + phase.attention_one(tokens, length, 0)
-        return _in_bands(self._decode_steps, gen_requests, isl, osl)
+        if type(gen_requests) is type(isl) is type(osl) is int:
+            return self.decode_step_one(gen_requests, isl, osl)
+        return in_bands(self.decode_step_many, gen_requests, isl, osl)
 
-    def _decode_steps(self, requests: F64, isl: F64, osl: F64) -> F64:
-        good = (requests >= 1) & (isl >= 1) & (osl >= 1)
-        tokens, length = _where(good, requests) * (self.rules.nextn + 1), middle(isl, osl, ARRAYS)
-        return _only(good, self.generation.whole(tokens, length, ZERO, tokens, tokens))
+    def decode_step_one(self, gen_requests: int, isl: int, osl: int) -> float:
+        if gen_requests < 1 or isl < 1 or osl < 1:
+            return nan
+        phase, tokens, length = self.generation, gen_requests * (self.rules.nextn + 1), middle(isl, osl)
+        return phase.shared_one(tokens, length, 0, tokens, tokens) + phase.attention_one(tokens, length, 0)
+
+    def decode_step_many(self, gen_requests: Ints, isl: Ints, osl: Ints) -> F64:
+        if min(_least(gen_requests), _least(isl), _least(osl)) < 1:
+            good = (gen_requests >= 1) & (isl >= 1) & (osl >= 1)
+            return _where(good, self.decode_step_many, gen_requests, isl, osl)
+        tokens = gen_requests * (self.rules.nextn + 1)
+        return self.generation.whole(tokens, middle(isl, osl), ZERO, tokens, tokens)
 
     def decode(self, batch: Any, isl: Any, osl: Any, beam: Any = 1, stride: int = DEFAULT_STRIDE) -> Any:
         """The whole generation of ``batch`` requests: every ``stride``-th of the osl - 1 iterations, held over its
         stride; the sum over all iterations."""
         stride = max(int(stride), 1)
-        if type(batch) is int and type(isl) is int and type(osl) is int and type(beam) is int:
+        if type(batch) is type(isl) is type(osl) is type(beam) is int:
             if min(batch, isl, osl, beam) < 1:
                 return nan
             if osl - 1 <= FEW * stride:
                 return self._decode_one(batch, isl, osl, beam, stride)
             return self.decode(np.array([batch]), isl, osl, beam, stride).item()
-        return _in_bands(lambda *columns: self._decodes(stride, *np.broadcast_arrays(*columns)), batch, isl, osl, beam)
-
-    def _decodes(self, stride: int, batch: F64, isl: F64, osl: F64, beam: F64) -> F64:
-        good = (batch >= 1) & (isl >= 1) & (osl >= 1) & (beam >= 1)
-        batch, osl, beam = _where(good, batch), _where(good, osl), _where(good, beam)
-        samples = np.ceil((osl - 1) / stride).astype(np.int64)
-        ends, ms = np.cumsum(samples), np.zeros(len(batch))
-        total = int(samples.sum())
-        for start in range(0, total, BAND):
-            index = np.arange(start, min(start + BAND, total))
-            point = ends.searchsorted(index, "right")
-            offset = (index - (ends - samples)[point]) * float(stride)
-            rows = batch[point] * (self.rules.nextn + 1)
-            x = rows * beam[point]
-            step = self.generation.whole(rows, isl[point] + offset + 1, ZERO, x, x)
-            part = np.bincount(point - point[0], step * np.minimum(stride, osl[point] - 1 - offset))
-            ms[point[0] : point[0] + len(part)] += part
-        return _only(good, ms)
+        return in_bands(partial(self.decode_many, stride), batch, isl, osl, beam)
 
     def _decode_one(self, batch: int, isl: int, osl: int, beam: int, stride: int) -> float:
         tokens, ms = batch * (self.rules.nextn + 1), 0.0
@@ -179,67 +210,80 @@ class StepSurface:
             ms += step * min(stride, osl - 1 - offset)
         return ms
 
+    def decode_many(self, stride: int, batch: Ints, isl: Ints, osl: Ints, beam: Ints) -> F64:
+        batch, isl, osl, beam = np.broadcast_arrays(batch, isl, osl, beam)
+        good = (batch >= 1) & (isl >= 1) & (osl >= 1) & (beam >= 1)
+        if not good.all():
+            return _where(good, partial(self.decode_many, stride), batch, isl, osl, beam)
+        samples = (osl + (stride - 2)) // stride  # of osl - 1 steps
+        ends, ms = np.cumsum(samples), np.zeros(len(batch))
+        total = int(samples.sum())
+        for start in range(0, total, BAND):
+            index = np.arange(start, min(start + BAND, total))
+            point = ends.searchsorted(index, "right")
+            offset = (index - (ends - samples)[point]) * stride
+            rows = batch[point] * (self.rules.nextn + 1)
+            x = rows * beam[point]
+            step = self.generation.whole(rows, isl[point] + offset + 1, ZERO, x, x)
+            part = np.bincount(point - point[0], step * np.minimum(stride, osl[point] - 1 - offset))
+            ms[point[0] : point[0] + len(part)] += part
+        return ms
+
     def mixed(self, ctx_tokens: Any, gen_requests: Any, isl: Any, osl: Any, prefix: Any = 0) -> Any:
         """One iteration that prefills ``ctx_tokens`` prompt tokens beside ``gen_requests`` decoding requests."""
-        if (
-            type(ctx_tokens) is int
-            and type(gen_requests) is int
-            and type(isl) is int
-            and type(osl) is int
-            and type(prefix) is int
-        ):
-            return self._mixed_one(ctx_tokens, gen_requests, isl, osl, prefix)
-        return _in_bands(self._mixes, ctx_tokens, gen_requests, isl, osl, prefix)
+        if type(ctx_tokens) is type(gen_requests) is type(isl) is type(osl) is type(prefix) is int:
+            return self.mixed_one(ctx_tokens, gen_requests, isl, osl, prefix)
+        return in_bands(self.mixed_many, ctx_tokens, gen_requests, isl, osl, prefix)
 
-    def _mixes(self, tokens: F64, requests: F64, isl: F64, osl: F64, prefix: F64) -> F64:
-        good = (tokens >= 0) & (requests >= 0) & (tokens + requests > 0) & (prefix >= 0) & (prefix < isl) & (osl >= 0)
-        tokens, isl, prefix = _where(good, tokens), _where(good, isl), _where(good, prefix, 0.0)
-        plan = self.rules.mixed(tokens, requests, isl, osl, prefix, ARRAYS)
-        flat = _where(good, plan.flat)
-        ms = self.context.shared(ONE, flat, plan.cached, flat, np.atleast_1d(plan.logits_rows))
-        for prompts, weight in plan.prompts:
-            ms = ms + _weighed(self.context.attention, weight, prompts, isl - prefix, prefix)
-        decoding = (requests > 0).astype(np.float64)
-        return _only(good, ms + _weighed(self.generation.attention, decoding, plan.decodes, plan.length, ZERO))
-
-    def _mixed_one(self, tokens: int, requests: int, isl: int, osl: int, prefix: int) -> float:
-        if tokens < 0 or requests < 0 or tokens + requests < 1 or osl < 0 or not 0 <= prefix < isl:
+    def mixed_one(self, ctx_tokens: int, gen_requests: int, isl: int, osl: int, prefix: int = 0) -> float:
+        if ctx_tokens < 0 or gen_requests < 0 or osl < 0 or not 0 <= prefix < isl or not (ctx_tokens or gen_requests):
             return nan
-        plan = self.rules.mixed(tokens, requests, isl, osl, prefix, NUMBERS)
-        ms = self.context.shared_one(1, plan.flat, plan.cached, plan.flat, plan.logits_rows)
-        for prompts, weight in plan.prompts:
-            if weight:
-                ms += self.context.attention_one(prompts, isl - prefix, prefix) * weight
-        return ms + self.generation.attention_one(plan.decodes, plan.length, 0) if requests else ms
+        flat, cached, rows, upper, upper_weight, lower, lower_weight, decodes, length = self.rules.mixed(
+            ctx_tokens, gen_requests, isl, osl, prefix, NUMBERS
+        )
+        context = self.context
+        ms = context.shared_one(1, flat, cached, flat, rows)
+        if upper and upper_weight:
+            ms += context.attention_one(upper, isl - prefix, prefix) * upper_weight
+        if lower:
+            ms += context.attention_one(lower, isl - prefix, prefix) * lower_weight
+        return ms + self.generation.attention_one(decodes, length, 0) if gen_requests else ms
+
+    def mixed_many(self, ctx_tokens: Ints, gen_requests: Ints, isl: Ints, osl: Ints, prefix: Ints) -> F64:
+        fresh = isl - prefix if prefix.any() else isl
+        counts = ctx_tokens, gen_requests, osl, prefix
+        if min(map(_least, counts)) < 0 or _least(fresh) < 1 or _least(ctx_tokens + gen_requests) < 1:
+            good = (ctx_tokens >= 0) & (gen_requests >= 0) & (osl >= 0) & (prefix >= 0) & (fresh > 0)
+            good = good & (ctx_tokens + gen_requests > 0)
+            return _where(good, self.mixed_many, ctx_tokens, gen_requests, isl, osl, prefix)
+        plan = MixedPlan(*self.rules.mixed(ctx_tokens, gen_requests, isl, osl, prefix, ARRAYS))
+        ms = self.context.shared(ONE, plan.flat, plan.cached, plan.flat, plan.rows)
+        attention = self.context.attention
+        ms = _weighed(attention, ms, plan.upper_weight, plan.upper, fresh, prefix)
+        ms = _weighed(attention, ms, plan.lower_weight, plan.lower, fresh, prefix)
+        return _weighed(self.generation.attention, ms, None, plan.decodes, plan.length, ZERO)
 
 
-def _in_bands(evaluate: Callable[..., F64], *values: Any) -> F64:
-    """``evaluate`` of columns, BAND points at a time; a single value that holds for all points stays one (1,)."""
+def in_bands(evaluate: Callable[..., F64], *values: Any) -> F64:
+    """``evaluate`` of columns of counts, BAND points at a time; a single value that holds for all points stays one."""
     columns = [np.atleast_1d(np.asarray(value)) for value in values]
     (n,) = np.broadcast_shapes(*(column.shape for column in columns))
     ms = np.empty(n)
     for start in range(0, n, BAND):
         band = slice(start, start + BAND)
         parts = (column if len(column) == 1 else column[band] for column in columns)
-        ms[band] = evaluate(*(part.astype(np.float64) for part in parts))
+        ms[band] = evaluate(*(part.astype(np.int64, copy=False) for part in parts))
     return ms
 
 
-def _weighed(terms: tuple[Term, ...], weight: F64, batch: F64, s: F64, prefix: F64) -> F64:
-    """The sum of ``terms`` times ``weight`` (N,), evaluated where that is not 0 only."""
-    live = weight != 0
-    if live.all():
-        return _summed(terms, ZERO, batch, s, prefix) * weight
-    which = np.flatnonzero(live)
-    out = np.zeros(len(weight))
-    batch, s, prefix = (c if len(c) == 1 else c.take(which) for c in (batch, s, prefix))
-    out[which] = _summed(terms, ZERO, batch, s, prefix) * weight.take(which)
-    return out
+def _least(counts: Ints) -> int:
+    return int(counts.min(initial=LONGEST))
 
 
-def _where(good: Mask, values: F64, otherwise: float = 1.0) -> F64:
-    return values if good.all() else np.where(good, values, otherwise)
-
-
-def _only(good: Mask, ms: F64) -> F64:
-    return ms if good.all() else np.where(good, ms, np.nan)
+def _where(good: Mask, evaluate: Callable[..., F64], *columns: Ints) -> F64:
+    """``evaluate`` where the points are ``good``, NaN elsewhere."""
+    columns = np.broadcast_arrays(*columns)
+    ms = np.full(columns[0].shape, nan)
+    if good.any():
+        ms[good] = evaluate(*(column[good] for column in columns))
+    return ms

@@ -1,20 +1,21 @@
 """Summands of a step that depend on batch, length and prefix: planes of measurements and the arithmetic around them.
 
-Every term answers arrays (``at``) and single numbers (``one``) with the same digits; NaN outside of its planes.
+Every term answers arrays of counts (``at``) and single counts (``one``) alike; NaN outside of its planes. Lengths are
+positive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import ceil, inf, nan
+from functools import cached_property, partial
+from math import inf
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from perfcast_surface.arrays import F64
+from perfcast_surface.arrays import F64, Ints
 from perfcast_surface.averaged import Averaged
 from perfcast_surface.blend import Blend, Held
 from perfcast_surface.plane import Plane
@@ -22,6 +23,7 @@ from perfcast_surface.plane import Plane
 SAMPLES = 5  # decode lengths averaged around the asked one
 SHORTEST, LONGEST = 0.9, 1.1  # of the asked length
 CHUNK = 64  # tokens between two states that linear attention writes
+One = Callable[[int, int, int], float]  # batch, s, prefix to ms
 
 
 def decode_lengths(s: F64) -> F64:
@@ -31,18 +33,31 @@ def decode_lengths(s: F64) -> F64:
     return low + np.floor((high - low) * np.arange(SAMPLES)[:, None] / (SAMPLES - 1))
 
 
-class Term(Protocol):
-    """One summand of a phase. ``scale``: instances. reach: the largest batch and length that are measured, each by
-    itself."""
+def decode_lengths_one(s: int) -> list[int]:
+    """``decode_lengths`` of a single length."""
+    low = max(int(s * SHORTEST), 1)
+    high = max(int(s * LONGEST), low)
+    return [low + (high - low) * k // (SAMPLES - 1) for k in range(SAMPLES)]
 
-    evaluator: ClassVar[str]
 
+class Summand(Protocol):
+    """One summand of a phase, ms. at: of arrays (N,) or (1,)."""
+
+    @property
+    def one(self) -> One: ...
+    def at(self, batch: Ints, s: Ints, prefix: Ints) -> F64: ...
+
+
+class Term(Summand, Protocol):
+    """A summand that can leave its process. ``scale``: instances. reach: the largest batch and length that are
+    measured, each by itself."""
+
+    @property
+    def evaluator(self) -> str: ...
     @property
     def scale(self) -> float: ...
     @property
     def reach(self) -> tuple[float, float]: ...
-    def at(self, batch: F64, s: F64, prefix: F64) -> F64: ...
-    def one(self, batch: float, s: float, prefix: float) -> float: ...
     def parameters(self) -> dict[str, float]: ...
     def planes(self) -> Sequence[Plane]: ...
 
@@ -65,26 +80,38 @@ class Causal:
         length, batch = self.blend.ends
         return batch, length
 
-    def at(self, batch: F64, s: F64, prefix: F64) -> F64:
+    def at(self, batch: Ints, s: Ints, prefix: Ints) -> F64:
         if self.ranks == 1:
-            return (self._kernel(batch, s + prefix, prefix) + self.extra_ms) * self.scale
-        part = np.maximum(np.ceil(s / (2 * self.ranks)), 1.0)
-        near, far = part + prefix, s + prefix
-        kernel = self._kernel(batch, near, prefix) + self._kernel(batch, far, far - part)
-        return (kernel + self.extra_ms) * self.scale
+            ms = self._kernel(batch, s, prefix)
+        else:
+            part = -(-s // (2 * self.ranks))
+            ms = self._kernel(batch, part, prefix) + self._kernel(batch, part, prefix + s - part)
+        ms += self.extra_ms
+        ms *= self.scale
+        return ms
 
-    def _kernel(self, batch: F64, full: F64, prefix: F64) -> F64:
-        return self.blend.at(full, batch) * ((full * full - prefix * prefix) / (full * full))
+    def _kernel(self, batch: Ints, s: Ints, prefix: Ints) -> F64:
+        if not prefix.any():
+            return self.blend.at(s, batch)
+        full = s + prefix
+        kernel: F64 = self.blend.at(full, batch) * ((s / full) * ((full + prefix) / full))
+        return kernel
 
-    def one(self, batch: float, s: float, prefix: float) -> float:
-        if self.ranks == 1:
-            return (self._one(batch, s + prefix, prefix) + self.extra_ms) * self.scale
-        part = max(ceil(s / (2 * self.ranks)), 1)
-        near, far = part + prefix, s + prefix
-        return (self._one(batch, near, prefix) + self._one(batch, far, far - part) + self.extra_ms) * self.scale
+    @cached_property
+    def one(self) -> One:
+        read, extra_ms, scale, ranks = self.blend.one, self.extra_ms, self.scale, self.ranks
 
-    def _one(self, batch: float, full: float, prefix: float) -> float:
-        return self.blend.one(full, batch) * ((full * full - prefix * prefix) / (full * full)) if full > 0 else nan
+        def one(batch: int, s: int, prefix: int) -> float:
+            if not prefix:
+                return (read(s, batch) + extra_ms) * scale
+            full = s + prefix
+            return (read(full, batch) * ((s / full) * ((full + prefix) / full)) + extra_ms) * scale
+
+        def shared(batch: int, s: int, prefix: int) -> float:
+            part = -(-s // (2 * ranks))
+            return one(batch, part, prefix) + one(batch, part, prefix + s - part) - extra_ms * scale
+
+        return one if ranks == 1 else shared
 
     def parameters(self) -> dict[str, float]:
         return {"extra_ms": float(self.extra_ms), "ranks": float(self.ranks), **self.blend.parameters()}
@@ -100,81 +127,80 @@ class Causal:
         return cls(Blend.read(parameters, planes, 2), scale, parameters["extra_ms"], ranks)
 
 
-@dataclass(frozen=True, eq=False)
-class Prefixed:
-    """Prefill measured over (prefix, new tokens, batch). ``excess``: what measured kernels spend beyond those in use,
-    over (batch, new tokens, prefix)."""
+class Layout(NamedTuple):
+    """Which axes a block was measured over: the coordinates of a point in its planes, and in those of its excess."""
 
+    axes: int
+    query: Callable[[Any, Any, Any], tuple[Any, ...]]
+    excess: Callable[[Any, Any, Any], tuple[Any, ...]]
+    batch: int  # which axis counts requests; the one before or after it counts tokens
+    tokens: int
+
+
+PREFILL, DECODE = "prefixed", "decode"
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {
+        PREFILL: Layout(3, lambda batch, s, prefix: (prefix, s, batch), lambda *at: at, 2, 1),
+        # one new token after the others
+        DECODE: Layout(2, lambda batch, s, _: (batch, s), lambda batch, s, _: (batch, s * 0 + 1, s - 1), 0, 1),
+    }
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Attention measured over the axes that LAYOUTS has under ``evaluator``: prefill over (prefix, new tokens, batch),
+    decode over (batch, cache length). ``excess``: what measured kernels spend beyond those in use, over (batch, new
+    tokens, prefix)."""
+
+    evaluator: str
     blend: Blend
     scale: float
     excess: Held | None = None
 
-    evaluator: ClassVar[str] = "prefixed"
+    @property
+    def _layout(self) -> Layout:
+        return LAYOUTS[self.evaluator]
 
     @property
     def reach(self) -> tuple[float, float]:
-        _, s, batch = self.blend.ends
-        return batch, s
+        ends, layout = self.blend.ends, self._layout
+        return ends[layout.batch], ends[layout.tokens]
 
-    def at(self, batch: F64, s: F64, prefix: F64) -> F64:
-        ms = self.blend.at(prefix, s, batch)
+    def at(self, batch: Ints, s: Ints, prefix: Ints) -> F64:
+        ms = self.blend.at(*self._layout.query(batch, s, prefix))
         if self.excess is not None:
-            ms = np.maximum(ms - self.excess.at(batch, s, prefix), 0.0)
+            ms = np.maximum(ms - self.excess.at(*self._layout.excess(batch, s, prefix)), 0.0)
         return ms * self.scale
 
-    def one(self, batch: float, s: float, prefix: float) -> float:
-        ms = self.blend.one(prefix, s, batch)
-        if self.excess is not None:
-            ms = _less(ms, self.excess.one(batch, s, prefix))
-        return ms * self.scale
+    @cached_property
+    def one(self) -> One:
+        read, scale, excess, layout = self.blend.one, self.scale, self.excess, self._layout
+        if excess is None:
+            if self.evaluator == DECODE:
+                return lambda batch, s, prefix: read(batch, s) * scale
+            return lambda batch, s, prefix: read(prefix, s, batch) * scale
+
+        def one(*at: int) -> float:
+            ms = read(*layout.query(*at)) - excess.one(*layout.excess(*at))
+            return 0.0 if ms < 0 else ms * scale
+
+        return one
 
     def parameters(self) -> dict[str, float]:
         return self.blend.parameters()
 
     def planes(self) -> Sequence[Plane]:
-        return _with_excess(self.blend, self.excess)
+        return self.blend.planes() if self.excess is None else [*self.blend.planes(), self.excess.plane]
 
     @classmethod
-    def read(cls, scale: float, parameters: Mapping[str, float], planes: Sequence[Plane]) -> Prefixed:
-        return cls(Blend.read(parameters, planes[: len(parameters)], 3), scale, _excess(parameters, planes))
-
-
-@dataclass(frozen=True, eq=False)
-class Decode:
-    """Decode measured over (batch, cache length). ``excess`` as for prefill, of one new token after the others."""
-
-    blend: Blend
-    scale: float
-    excess: Held | None = None
-
-    evaluator: ClassVar[str] = "decode"
-
-    @property
-    def reach(self) -> tuple[float, float]:
-        batch, s = self.blend.ends
-        return batch, s
-
-    def at(self, batch: F64, s: F64, prefix: F64) -> F64:
-        ms = self.blend.at(batch, s)
-        if self.excess is not None:
-            ms = np.maximum(ms - self.excess.at(batch, np.ones(1), np.maximum(s - 1, 0.0)), 0.0)
-        return ms * self.scale
-
-    def one(self, batch: float, s: float, prefix: float) -> float:
-        ms = self.blend.one(batch, s)
-        if self.excess is not None:
-            ms = _less(ms, self.excess.one(batch, 1, max(s - 1, 0)))
-        return ms * self.scale
-
-    def parameters(self) -> dict[str, float]:
-        return self.blend.parameters()
-
-    def planes(self) -> Sequence[Plane]:
-        return _with_excess(self.blend, self.excess)
-
-    @classmethod
-    def read(cls, scale: float, parameters: Mapping[str, float], planes: Sequence[Plane]) -> Decode:
-        return cls(Blend.read(parameters, planes[: len(parameters)], 2), scale, _excess(parameters, planes))
+    def read(cls, evaluator: str, scale: float, parameters: Mapping[str, float], planes: Sequence[Plane]) -> Block:
+        """The plane after those that have a weight is the excess."""
+        own, rest = planes[: len(parameters)], planes[len(parameters) :]
+        if len(rest) > 1 or any(len(plane.axes) != 3 for plane in rest):
+            raise ValueError("needs one plane of excess over 3 axes")
+        blend = Blend.read(parameters, own, LAYOUTS[evaluator].axes)
+        return cls(evaluator, blend, scale, Held(rest[0]) if rest else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,11 +217,13 @@ class DecodeMean:
         batch, s = self.means.plane.ends
         return batch, s
 
-    def at(self, batch: F64, s: F64, prefix: F64) -> F64:
+    def at(self, batch: Ints, s: Ints, prefix: Ints) -> F64:
         return self.means.at(batch, s) * self.scale
 
-    def one(self, batch: float, s: float, prefix: float) -> float:
-        return self.means.one(batch, s) * self.scale
+    @cached_property
+    def one(self) -> One:
+        read, scale = self.means.one, self.scale
+        return lambda batch, s, prefix: read(batch, s) * scale
 
     def parameters(self) -> dict[str, float]:
         return {}
@@ -229,15 +257,12 @@ class State:
         ends = self.blend.ends
         return (ends[0] * max(self.draft, 1), inf if self.draft or len(ends) == 1 else ends[1])
 
-    def at(self, batch: F64, s: F64, prefix: F64) -> F64:
-        if self.draft:
-            batch, s = np.maximum(1.0, np.round(batch / self.draft)), np.array([float(self.draft)])
-        query = (batch, s) if self._lengthy else (batch,)
-        return self.blend.at(*query) * self.scale
+    def at(self, batch: Ints, s: Ints, prefix: Ints) -> F64:
+        batch, s = drafted(batch, s, self.draft)
+        return (self.blend.at(batch, s) if self._lengthy else self.blend.at(batch)) * self.scale
 
-    def one(self, batch: float, s: float, prefix: float) -> float:
-        if self.draft:
-            batch, s = max(1, round(batch / self.draft)), self.draft
+    def one(self, batch: int, s: int, prefix: int) -> float:
+        batch, s = drafted_one(batch, s, self.draft)
         return (self.blend.one(batch, s) if self._lengthy else self.blend.one(batch)) * self.scale
 
     def parameters(self) -> dict[str, float]:
@@ -269,17 +294,15 @@ class Traffic:
     evaluator: ClassVar[str] = "traffic"
     reach: ClassVar[tuple[float, float]] = (inf, inf)
 
-    def at(self, batch: F64, s: F64, prefix: F64) -> F64:
-        if self.draft:
-            batch, s = np.maximum(1.0, np.round(batch / self.draft)), np.array([float(self.draft)])
-        if not self.lengthy:
-            return batch * ((self.per_token + self.per_request) * self.scale)
-        chunks = np.floor(s / CHUNK)
-        return batch * (self.per_token * s + self.per_request + self.per_chunk * chunks) * self.scale
+    def at(self, batch: Ints, s: Ints, prefix: Ints) -> F64:
+        ms: F64 = self._moved(*drafted(batch, s, self.draft))
+        return ms
 
-    def one(self, batch: float, s: float, prefix: float) -> float:
-        if self.draft:
-            batch, s = max(1, round(batch / self.draft)), self.draft
+    def one(self, batch: int, s: int, prefix: int) -> float:
+        ms: float = self._moved(*drafted_one(batch, s, self.draft))
+        return ms
+
+    def _moved(self, batch: Any, s: Any) -> Any:
         if not self.lengthy:
             return batch * ((self.per_token + self.per_request) * self.scale)
         return batch * (self.per_token * s + self.per_request + self.per_chunk * (s // CHUNK)) * self.scale
@@ -297,23 +320,19 @@ class Traffic:
         return cls(scale, per_token, per_request, per_chunk, bool(parameters["lengthy"]), int(parameters["draft"]))
 
 
-KINDS = (Causal, Prefixed, Decode, DecodeMean, State, Traffic)
-EVALUATORS: Mapping[str, Any] = MappingProxyType({kind.evaluator: kind for kind in KINDS})
+def drafted(batch: Ints, s: Ints, draft: int) -> tuple[Ints, Ints]:
+    """Requests of ``draft`` new tokens each in a batch that counts the tokens; 0 leaves both as they are."""
+    if not draft:
+        return batch, s
+    return np.maximum(1, np.round(batch / draft).astype(np.int64)), np.array([draft])
 
 
-def _less(ms: float, excess: float) -> float:
-    return 0.0 if ms < excess else ms - excess
+def drafted_one(batch: int, s: int, draft: int) -> tuple[int, int]:
+    return (max(1, round(batch / draft)), draft) if draft else (batch, s)
 
 
-def _with_excess(blend: Blend, excess: Held | None) -> list[Plane]:
-    return blend.planes() if excess is None else [*blend.planes(), excess.plane]
-
-
-def _excess(parameters: Mapping[str, float], planes: Sequence[Plane]) -> Held | None:
-    """The plane after those that have a weight."""
-    rest = planes[len(parameters) :]
-    if not rest:
-        return None
-    if len(rest) > 1 or len(rest[0].axes) != 3:
-        raise ValueError("needs one plane of excess over 3 axes")
-    return Held(rest[0])
+Reader = Callable[[float, Mapping[str, float], Sequence[Plane]], Term]
+EVALUATORS: Mapping[str, Reader] = MappingProxyType(
+    {kind.evaluator: kind.read for kind in (Causal, DecodeMean, State, Traffic)}
+    | {evaluator: partial(Block.read, evaluator) for evaluator in LAYOUTS}
+)

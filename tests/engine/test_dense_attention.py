@@ -7,7 +7,7 @@ import pytest
 from perfcast_engine.answer import Points, Source, Tier
 from perfcast_engine.errors import EmpiricalBasisMissing, InvalidField, PerfDataMissing
 from perfcast_engine.ops.attention import ContextAttention, EncoderAttention, GenerationAttention
-from perfcast_engine.quick import quick_terms
+from perfcast_engine.quick import short_cuts
 from perfcast_engine.tables.database import Mode
 
 from tests.engine.handmade import database, table
@@ -198,18 +198,18 @@ class TestOnePointAtATime:
     @pytest.mark.parametrize("op", OPS)
     def test_inside_and_outside_of_the_measurements(self, op):
         db = database(prefill_table(), decode_table())
-        (cut,) = quick_terms([op], db)
+        (cut,) = short_cuts([op], db)
         within, beyond = [(1, 128, 0), (2, 300, 100), (1, 1024, 0)], [(8, 300, 0), (1, 5000, 0), (0, 9, 0), (1, 0, 0)]
         for batch, s, prefix in within + beyond:
             expected = op.evaluate(db, Points.of(batch, s, prefix)).ms[0]
-            for got in (cut.read(batch, s, prefix), cut.outside(batch, s, prefix)):
+            for got in (cut.one(batch, s, prefix), cut.outside(batch, s, prefix)):
                 assert math.isnan(got) or got == pytest.approx(expected, rel=1e-12)
-        assert not math.isnan(cut.read(2, 300, 100))
+        assert not math.isnan(cut.one(2, 300, 100))
 
     @pytest.mark.parametrize("mode", [Mode.EMPIRICAL, Mode.SOL])
     def test_only_where_measurements_answer(self, mode):
-        assert quick_terms([context()], database(mode=mode)) is None
-        assert quick_terms([generation()], database(mode=mode)) is None
+        assert short_cuts([context()], database(mode=mode)) is None
+        assert short_cuts([generation()], database(mode=mode)) is None
 
 
 class TestEstimate:

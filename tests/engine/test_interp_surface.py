@@ -141,10 +141,13 @@ def test_answers_are_those_of_the_chain_point_by_point(case):
     same([ask(whole, *point) for point in points], expected)
     blend = whole.blend()
     if blend is not None:
-        one = np.array([blend.one(*map(float, point)) for point in points])
+        one, many = np.array([blend.one(*point) for point in points]), blend.at(*(c.astype(int) for c in columns))
         same(one[~np.isnan(one)], expected[~np.isnan(one)])
+        same(many, one)
     for i, point in enumerate(points if len(columns) > 1 else ()):
         same(whole.at(float(point[0]), *(np.array([float(c)]) for c in point[1:])).ms, expected[i])
+        if len(columns) == 3:
+            same(whole.everywhere(float(point[0])).one(*point[1:]), expected[i])
 
 
 @given(ragged())

@@ -7,6 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 from perfcast_engine import EngineConfig, ParallelConfig, Predictor
+from perfcast_engine.errors import InvalidField
+from perfcast_engine.quick import QuickStep
 from perfcast_engine.step import StepModel
 
 predictor = cache(Predictor)
@@ -49,20 +51,37 @@ def points(kind: str, n: int) -> list[tuple[int, ...]]:
     return [tuple(map(int, row)) for row in zip(*columns, strict=True)]
 
 
+KINDS = {"prefill": "prefill", "decode": "decode_step", "mixed": "mixed"}
+FIELDS = {
+    "prefill": ("batch", "isl", "prefix"),
+    "decode": ("gen_requests", "isl", "osl"),
+    "mixed": ("ctx_tokens", "gen_requests", "isl", "osl", "prefix"),
+}
+
+
+def quick(model: StepModel, kind: str, *point: int) -> QuickStep | None:
+    return model.quick(KINDS[kind], dict(zip(FIELDS[kind], point, strict=False)))
+
+
 @pytest.mark.parametrize("profile", ["reference", "corrected"])
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("kind", ["prefill", "decode", "mixed"])
-def test_one_point_at_a_time_gives_what_arrays_give(name: str, kind: str, profile: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_point_and_many_at_a_time_give_what_operators_give(name: str, kind: str, profile: str) -> None:
     model = steps(name, profile)
-    quick = {"prefill": model.quick_prefill, "decode": model.quick_decode, "mixed": model.quick_mixed}[kind]
-    whole = {"prefill": model.prefill, "decode": model.decode_step, "mixed": model.mixed}[kind]
+    whole = getattr(model, KINDS[kind])
     asked = points(kind, 200)
-    found = [quick(*point) for point in asked]
-    wanted = whole(*map(np.array, zip(*asked, strict=True)))
+    columns = list(map(np.array, zip(*asked, strict=True)))
+    wanted = whole(*columns, operators=True)
+    for _ in range(2):  # while the tables over counts are filled in, and from them
+        many = whole(*columns)
+        np.testing.assert_allclose(many.ms, wanted.ms, rtol=1e-12)
+        np.testing.assert_allclose(many.by_source, wanted.by_source, rtol=1e-11, atol=1e-15)
+        np.testing.assert_array_equal(many.tier, wanted.tier)
+    found = [quick(model, kind, *point) for point in asked]
     answered = [i for i, step in enumerate(found) if step is not None]
     assert len(answered) > 50
-    np.testing.assert_allclose([found[i].ms for i in answered], wanted.ms[answered], rtol=1e-13)
-    np.testing.assert_allclose([found[i].by_source for i in answered], wanted.by_source[answered], rtol=1e-12)
+    np.testing.assert_allclose([found[i].ms for i in answered], many.ms[answered], rtol=1e-13)
+    np.testing.assert_allclose([found[i].by_source for i in answered], many.by_source[answered], rtol=1e-12)
 
 
 def test_tables_over_token_counts_are_the_operators_summed() -> None:
@@ -77,21 +96,47 @@ def test_tables_over_token_counts_are_the_operators_summed() -> None:
     )
 
 
-def test_far_outside_of_the_measurements_too() -> None:
-    model = steps("dense", "corrected")
-    quick = model.quick_decode(500_000, 100_000, 2)
-    assert quick is not None
-    assert quick.ms == pytest.approx(model.decode_step(500_000, 100_000, 2).ms[0], rel=1e-13)
+@pytest.mark.parametrize("name", ["dense", "moe", "mla"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_beyond_the_measurements_too(name: str, kind: str) -> None:
+    model = steps(name, "corrected")
+    rng = np.random.default_rng(20261201)
+    batch, prompts = (np.exp(rng.uniform(0, np.log(most), 200)).astype(np.int64) for most in (5000, 300))
+    length, prompt = (np.exp(rng.uniform(np.log(2000), np.log(most), 200)).astype(np.int64) for most in (3e5, 7e4))
+    osl, tokens = np.full(200, 100), rng.integers(1, 9000, 200)
+    columns = {
+        "prefill": (np.maximum(np.minimum(prompts, 100_000 // prompt), 1), prompt, prompt // 9),
+        "decode": (batch, length, osl),
+        "mixed": (tokens, batch, prompt, osl, prompt // 7),
+    }[kind]
+    wanted = getattr(model, KINDS[kind])(*columns).ms
+    np.testing.assert_allclose(getattr(model, KINDS[kind])(*columns).ms, wanted, rtol=1e-12)
+    for i, point in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        step = quick(model, kind, *point)
+        assert step is not None
+        assert step.ms == pytest.approx(wanted[i], rel=1e-12)
+        assert sum(step.by_source) == pytest.approx(step.ms, rel=1e-12)
 
 
 def test_no_short_cut_without_measurements() -> None:
-    assert steps("dense", "corrected", "EMPIRICAL").quick_prefill(1, 1000) is None
-    assert steps("dense", "corrected").quick_prefill(1, 1000, 1000) is None
-    assert steps("dense", "corrected").quick_mixed(0, 0, 1000, 10) is None
+    assert quick(steps("dense", "corrected", "EMPIRICAL"), "prefill", 1, 1000) is None
+    assert quick(steps("dense", "corrected"), "prefill", 1, 1000, 1000) is None
+    assert quick(steps("dense", "corrected"), "mixed", 0, 0, 1000, 10) is None
 
 
 def test_a_mixed_step_without_prompts_has_a_short_cut_too() -> None:
     model = steps("dense", "corrected")
-    quick = model.quick_mixed(0, 4, 1000, 10)
-    assert quick is not None
-    assert quick.ms == pytest.approx(model.mixed(0, 4, 1000, 10).ms[0], rel=1e-13)
+    wanted = model.mixed(0, 4, 1000, 10).ms[0]
+    step = quick(model, "mixed", 0, 4, 1000, 10)
+    assert step is not None
+    assert step.ms == pytest.approx(wanted, rel=1e-13)
+
+
+def test_the_latency_alone_as_it_is_told_or_raised() -> None:
+    model = steps("mla", "corrected")
+    assert model.prefill_ms(2, 777, 7) == pytest.approx(model.prefill(2, 777, 7).ms[0], rel=1e-13)
+    assert model.decode_step_ms(31, 2000, 9) == pytest.approx(model.decode_step(31, 2000, 9).ms[0], rel=1e-13)
+    assert model.mixed_ms(900, 8, 2000, 9, 5) == pytest.approx(model.mixed(900, 8, 2000, 9, 5).ms[0], rel=1e-13)
+    assert model.decode_step_ms(500_000, 100_000, 2) == model.decode_step(500_000, 100_000, 2).ms[0]
+    with pytest.raises(InvalidField, match="prefix"):
+        model.prefill_ms(1, 100, 100)

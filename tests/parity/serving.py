@@ -20,6 +20,7 @@ from perfcast_engine.serving.estimate import (
 from perfcast_engine.serving.static import Phases
 from perfcast_engine.serving.worker import Worker, worker_of
 from perfcast_engine.serving.workload import Workload
+from perfcast_engine.step import MixedWork
 from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import Mode
 
@@ -154,7 +155,7 @@ def in_flight(
     if "decode_tokens_per_iteration" in given:
         schedule["decode_tokens_per_iteration"] = 1 + accepted
     shared, prompts, attention = engine.step.mixed_parts(
-        row["ctx_tokens"], row["mixed_step_decodes"], load.isl, load.osl, load.prefix, operators=True
+        MixedWork(row["ctx_tokens"], row["mixed_step_decodes"], load.isl, load.osl, load.prefix), operators=True
     )
     parts = {"context_attention (scaled)": float(prompts.ms[0]), "generation_attention": float(attention.ms[0])}
     return {

@@ -7,7 +7,7 @@ from typing import Any
 
 from perfcast_engine import EngineConfig, MoeComm, ParallelConfig, Predictor, QuantOverrides
 from perfcast_engine.answer import Answer, Source
-from perfcast_engine.step import StepModel
+from perfcast_engine.step import MixedWork, StepModel
 from perfcast_engine.step_result import StepResult
 
 predictor = cache(Predictor)
@@ -81,7 +81,7 @@ def decode_step(steps: StepModel, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def mixed(steps: StepModel, inputs: dict[str, Any]) -> dict[str, Any]:
-    shared, context, decoding = steps.mixed_parts(**inputs, operators=True)
+    shared, context, decoding = steps.mixed_parts(MixedWork(**inputs), operators=True)
     total = (shared + context + decoding).raise_first()
     return {
         "latency_ms": float(total.ms[0]),

@@ -30,7 +30,7 @@ def nearest(samples: F64, queries: F64, count: int) -> tuple[Index, F64]:
     while work:
         block, some = work.pop()
         asked = queries[:, block]
-        some = some[_candidates(samples[:, some], asked, count)]
+        some = some[candidates(samples[:, some], asked, count)]
         if len(block) <= BLOCK:
             chosen, distance[:, block] = _compare(samples[:, some], asked, count)
             index[:, block] = some[chosen]
@@ -55,7 +55,7 @@ def _compare(samples: F64, queries: F64, count: int) -> tuple[Index, F64]:
     return index, distance
 
 
-def _candidates(samples: F64, queries: F64, count: int) -> Index:
+def candidates(samples: F64, queries: F64, count: int) -> Index:
     """Samples that may be among the ``count`` nearest of any of ``queries``, judged by the box around these."""
     least, most = np.zeros(samples.shape[1]), np.zeros(samples.shape[1])
     for values, asked in zip(samples, queries, strict=True):

@@ -10,8 +10,8 @@ import numpy as np
 
 from perfcast_engine.answer import F64, Mask
 from perfcast_engine.interp.grid import Ints
+from perfcast_engine.interp.hold import TINY
 from perfcast_engine.interp.sites import GATE, NEIGHBOURS, Curve
-from perfcast_engine.interp.surface import TINY
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64, Mask
 from perfcast_engine.interp.grid import Ints, Sol
-from perfcast_engine.interp.surface import TINY
+from perfcast_engine.interp.hold import TINY
 
 NEIGHBOURS = 4
 GATE = 2.0  # octaves

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from perfcast_surface.blend import Blend
 
 from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Coords, Grid, Sol
-from perfcast_engine.interp.nearest import nearest
+from perfcast_engine.interp.hold import Hold
 from perfcast_engine.interp.sheets import Resolved, Sheets
 from perfcast_engine.interp.util import UtilGrid
 
-ANCHORS = 4
-TINY = 1e-12
 SHEETS = 32  # of one surface that are kept
-
-
-class _Anchors(NamedTuple):
-    """The leaves that a hold may lean on: log2 coordinates (A, N), roofline / latency (N,), power (N,) or None."""
-
-    logs: F64
-    util: F64
-    power: F64 | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +55,22 @@ class Surface:
 
     def blend(self, *lead: float) -> Blend | None:
         """The planes at one outer coordinate; None where there are none."""
-        parts = self.sheets(*lead).parts
-        return Blend(tuple((weight, sheet.ms) for weight, sheet in parts)) if parts else None
+        return self.sheets(*lead).blend
+
+    def everywhere(self, lead: float) -> Blend:
+        """As ``blend``, but single queries of counts are answered beyond the measurements too, as ``at`` does it."""
+        return Everywhere((), self, lead)
+
+    def one(self, lead: float, x: int, y: int) -> float:
+        """The latency that ``at`` gives to a single query of counts at ``lead`` of the first axis."""
+        sheets = self.sheets(lead)
+        ms = sheets.one((x, y), lambda *coords: self.sol(lead, *coords))
+        if ms == ms:
+            return ms
+        if not sheets.complete:
+            return self.at(lead, np.array([float(x)]), np.array([float(y)])).ms.item()
+        util, here = self._anchors.one((lead, x, y)), float(self.sol(lead, x, y))
+        return here / util if 0 < here < np.inf and util > 0 else np.nan
 
     def _split(self, query: tuple[Any, ...]) -> tuple[tuple[float, ...], tuple[Any, ...]]:
         """The leading number, if sheets are made for one, and what is left."""
@@ -93,16 +97,13 @@ class Surface:
         return self.sol(*self.grid.floats)
 
     @cached_property
-    def _anchors(self) -> _Anchors:
-        grid, sol = self.grid, self.leaf_sol
-        valid = (grid.ms > 0) & np.isfinite(grid.ms) & (sol > 0) & np.isfinite(sol)
-        logs = np.log2(np.maximum(np.stack([c[valid] for c in grid.floats]), TINY))
-        return _Anchors(logs, sol[valid] / grid.ms[valid], None if grid.power is None else grid.power[valid])
+    def _anchors(self) -> Hold:
+        return Hold.of(self.grid, self.leaf_sol)
 
     def _hold(self, query: Coords) -> Resolved:
         here = self.sol(*query)
         usable = np.isfinite(here) & (here > 0)
-        util, power = self._end_util(query[0]) if len(query) == 1 else self._near_util(query)
+        util, power = self._end_util(query[0]) if len(query) == 1 else self._anchors.at(query)
         usable &= util > 0
         return Resolved(np.where(usable, here, np.nan) / np.where(usable, util, 1.0), power)
 
@@ -113,25 +114,14 @@ class Surface:
         util = np.where(ms[end] > 0, sol[end], 0.0) / np.where(ms[end] > 0, ms[end], 1.0)
         return util, None if self.grid.power is None else self.grid.power[end]
 
-    def _near_util(self, query: Coords) -> tuple[F64, F64 | None]:
-        """The nearest four leaves in log space, weights tapering to 0 at the distance of the fifth."""
-        anchors = self._anchors
-        if not len(anchors.util):
-            return np.zeros(len(query[0])), anchors.power
-        logs = np.log2(np.maximum(np.stack(query), TINY))
-        index, distance = nearest(anchors.logs, logs, ANCHORS + 1)
-        weight = _taper(distance)
-        index = index[:ANCHORS]
-        mass = weight.sum(axis=0)
-        util = (weight * anchors.util[index]).sum(axis=0) / mass
-        return util, None if anchors.power is None else (weight * anchors.power[index]).sum(axis=0) / mass
 
+@dataclass(frozen=True, eq=False)
+class Everywhere(Blend):
+    """``surface`` at ``lead`` of the first of three axes, for single queries."""
 
-def _taper(distance: F64) -> F64:
-    """Weights (<= 4, Q) of the nearest anchors from their ascending distances (<= 5, Q)."""
-    d = distance[:ANCHORS]
-    if len(distance) <= ANCHORS:
-        return 1 / (d * d + TINY)
-    reach = distance[ANCHORS]
-    weight: NDArray[np.float64] = (np.maximum(reach - d, 0.0) / (reach * d + TINY)) ** 2
-    return np.where(weight.sum(axis=0) > 0, weight, 1.0)
+    surface: Surface
+    lead: float
+
+    @cached_property
+    def one(self) -> Callable[..., float]:
+        return partial(self.surface.one, self.lead)

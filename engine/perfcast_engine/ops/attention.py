@@ -12,13 +12,13 @@ from types import MappingProxyType
 import numpy as np
 from perfcast_surface.averaged import Averaged
 from perfcast_surface.blend import Blend
-from perfcast_surface.terms import SAMPLES, Causal, DecodeMean, Term, decode_lengths
+from perfcast_surface.terms import SAMPLES, Causal, DecodeMean, One, Term, decode_lengths, decode_lengths_one
 
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Miss, Points, Source, Tier, choose
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.interp.grid import Query
-from perfcast_engine.ops.base import Quick, Role, Split, memory_bound
+from perfcast_engine.ops.base import Role, Split, memory_bound
 from perfcast_engine.ops.measured import Attention, Basis, Coord, Generation, Prefill, no_slice
 from perfcast_engine.quant import QuantMode
 from perfcast_engine.system import SystemSpec
@@ -207,7 +207,9 @@ class GenerationAttention(_Dense, Generation):
         means = self._means(db)
         if means is None or self.slice(db).surface(db).grid.power is not None:
             return self._sampled(db, at)
-        ms = means.at(at.batch, at.s)
+        counts = at.batch.astype(np.int64), at.s.astype(np.int64)
+        gone = (counts[0] != at.batch) | (counts[1] != at.s) | (at.s < 1)  # are no counts
+        ms = np.where(gone, np.nan, means.at(*counts))
         gone = np.isnan(ms)
         return choose(gone, lambda some: self._sampled(db, some), lambda _: Answer.of(ms[~gone], Source.SILICON), at)
 
@@ -232,13 +234,11 @@ class GenerationAttention(_Dense, Generation):
         means = self._means(db)
         return None if means is None else (DecodeMean(means, self.scale),)
 
-    def outside(self, db: Database) -> Quick:
-        surface = self.slice(db).surface(db)
+    def outside(self, db: Database) -> One:
+        read = self.slice(db).surface(db).everywhere(*self.lead).one
 
-        def ms(batch: float, s: float, prefix: float) -> float:
-            lengths = decode_lengths(np.array([float(s)])).ravel()
-            each = surface.at(*self.lead, np.full(SAMPLES, float(batch)), lengths).ms
-            return float(each.sum()) / SAMPLES * self.scale
+        def ms(batch: int, s: int, prefix: int) -> float:
+            return sum(read(batch, length) for length in decode_lengths_one(s)) / SAMPLES * self.scale
 
         return ms
 

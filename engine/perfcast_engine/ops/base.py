@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from perfcast_surface.terms import Term
+from perfcast_surface.terms import One, Term
 
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source
@@ -36,8 +36,6 @@ class Role(Enum):
     LOGITS = 1  # prefill gives it one token per request
     ATTENTION = 2  # dense attention that mixed steps price apart
 
-
-Quick = Callable[[float, float, float], float]  # batch, s, prefix of one point, without imbalance, to ms
 
 # What the fields of these names hold.
 MODES: Mapping[str, Mapping[str, QuantMode]] = MappingProxyType(
@@ -119,11 +117,11 @@ class Op(ABC):
         """Of what ``terms`` answer."""
         return Source.SILICON
 
-    def outside(self, db: Database) -> Quick:
+    def outside(self, db: Database) -> One:
         """``evaluate`` for one point that ``terms`` do not know; NaN where it misses or has another source."""
         source = self.terms_source(db)
 
-        def ms(batch: float, s: float, prefix: float) -> float:
+        def ms(batch: int, s: int, prefix: int) -> float:
             answer = self.evaluate(db, Points.of(batch, s, prefix))
             return answer.ms.item(0) if answer.source[0] == source else nan
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from perfcast_surface.terms import Term
+from perfcast_surface.terms import One, Term
 
 from perfcast_engine.answer import Answer, Points, Source, or_else
 from perfcast_engine.errors import PerfDataMissing
@@ -50,17 +50,28 @@ class Fallback(Op):
         return self.primary.sol_split(db, at)
 
     def price(self, db: Database, at: Points) -> Answer:
-        # measured parts win over an estimated whole
-        whole = db.in_mode(Mode.SILICON) if db.mode is Mode.HYBRID else db
+        whole = self._measured(db)
         return or_else(
             lambda p: self.primary.evaluate(whole, p), lambda p: _sum(self.fallback, db, p), at, PerfDataMissing
         )
 
+    def _measured(self, db: Database) -> Database:
+        """What answers for the whole: measured parts win over an estimated whole."""
+        return db.in_mode(Mode.SILICON) if db.mode is Mode.HYBRID else db
+
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         """The measured whole; none where it is estimated."""
-        whole = db.in_mode(Mode.SILICON) if db.mode is Mode.HYBRID else db
-        terms = self.primary.terms(whole)
+        terms = self.primary.terms(self._measured(db))
         return terms and tuple(replace(term, scale=term.scale * self.scale) for term in terms)  # type: ignore[type-var]
+
+    def outside(self, db: Database) -> One:
+        whole, parts = self.primary.outside(self._measured(db)), super().outside(db)
+
+        def ms(batch: int, s: int, prefix: int) -> float:
+            found = whole(batch, s, prefix) * self.scale
+            return found if found == found else parts(batch, s, prefix)
+
+        return ms
 
 
 def _sum(ops: Iterable[Op], db: Database, at: Points) -> Answer:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from perfcast_surface.blend import Blend
-from perfcast_surface.terms import Causal, Decode, Term
+from perfcast_surface.terms import DECODE, Block, Causal, One, Term
 
 from perfcast_engine.answer import F64, Answer, Mask, Points, Source, Tier, or_else, total
 from perfcast_engine.errors import EmpiricalBasisMissing, EngineError, PerfDataMissing
@@ -244,9 +244,12 @@ class Attention(Op):
         blend = self.slice(db).surface(db).blend(*self.lead)
         return None if blend is None else (self.term(db, blend),)
 
+    def outside(self, db: Database) -> One:
+        return self.term(db, self.slice(db).surface(db).everywhere(*self.lead)).one
+
     def term(self, db: Database, blend: Blend) -> Term:
         """All instances by the planes at ``lead``; over (batch, s) unless a kind says otherwise."""
-        return Decode(blend, self.scale)
+        return Block(DECODE, blend, self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 from perfcast_surface.blend import Blend
-from perfcast_surface.terms import Decode, Prefixed, Term
+from perfcast_surface.terms import DECODE, PREFILL, Block, One, Term
 
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source, Tier
@@ -74,8 +74,11 @@ class SparseModule(Attention):
         util = _util_with_prefix(db, surface, at, lead, self.span_without_anchor)
         return Answer.of(surface.sol(*query) / util, Source.EMPIRICAL, Tier.EMPIRICAL, miss=no_basis(self.name))
 
+    def outside(self, db: Database) -> One:
+        return Op.outside(self, db)
+
     def term(self, db: Database, blend: Blend) -> Term:
-        return Prefixed(blend, self.scale) if self.context else Decode(blend, self.scale)
+        return Block(PREFILL if self.context else DECODE, blend, self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)

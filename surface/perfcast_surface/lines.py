@@ -1,0 +1,70 @@
+"""Planes over two axes of counts as straight lines, so that a point costs two reads, a product and a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import nan
+
+import numpy as np
+
+from perfcast_surface.arrays import F64, Ints
+
+ROWS = 1 << 12  # of the longest axis that has a row for each count
+COUNTS = 1 << 18  # of the longest axis along which there are lines
+
+
+class Lines:
+    """For each count on one axis, a line in each cell of the other one: on a knot, or between two.
+
+    ``knots`` of the rows and along the lines; ``values`` (rows, along) with a NaN all around. ``squared``: values are
+    squares of what the lines say, and points come as (along, row); otherwise as (row, along).
+    """
+
+    def __init__(self, rows: F64, along: F64, values: F64, squared: bool) -> None:
+        counts = np.arange(int(rows[-1]) + 2)
+        low = rows.searchsorted(counts, "right")
+        weight = (counts - np.append(0.0, rows)[low]) / np.concatenate([[1.0], np.diff(rows), [1.0]])[low]
+        a, b = values[low, 1:-1], values[low + (weight > 0), 1:-1]
+        knots = a + (b - a) * weight[:, None]
+        if squared:
+            knots = np.sqrt(knots)
+        slope = np.diff(knots) / np.diff(along)
+        lines = np.full((len(counts), 2 * len(along) + 1, 2), np.nan)  # start and slope; beyond the knots NaN
+        lines[:, 1::2, 0], lines[:, 1::2, 1] = knots, 0.0
+        lines[:, 2:-1:2, 0], lines[:, 2:-1:2, 1] = knots[:, :-1] - slope * along[:-1], slope
+        counts = np.arange(int(along[-1]) + 2)
+        self._cell: Ints = along.searchsorted(counts, "left") + along.searchsorted(counts, "right")
+        self._squared, self._width = squared, lines.shape[1]
+        self._pairs = lines.view(np.complex128).ravel()
+        self.one = _one(lines.ravel().data, self._cell.data, self._width, squared)
+
+    def at(self, x: Ints, y: Ints) -> F64:
+        """The value at each point; NaN outside."""
+        row, along = (y, x) if self._squared else (x, y)
+        line = self._pairs.take(self._cell.take(along, mode="clip") + row * self._width, mode="clip")
+        ms: F64 = line.imag * along
+        ms += line.real
+        if self._squared:
+            ms *= ms
+        return ms
+
+
+def _one(lines: memoryview, cell: memoryview, width: int, squared: bool) -> Callable[[int, int], float]:
+    """``Lines.at`` for a single point."""
+
+    def along_first(x: int, y: int) -> float:
+        try:
+            i = 2 * (cell[x] + y * width)
+            root = lines[i] + lines[i + 1] * x
+            return root * root
+        except IndexError:
+            return nan
+
+    def along_second(x: int, y: int) -> float:
+        try:
+            i = 2 * (cell[y] + x * width)
+            return lines[i] + lines[i + 1] * y
+        except IndexError:
+            return nan
+
+    return along_first if squared else along_second
