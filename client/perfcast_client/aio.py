@@ -8,22 +8,21 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import grpc
-from perfcast.v1 import prediction_pb2
 
 from perfcast_client import calls, results
 from perfcast_client.calls import Call
-from perfcast_client.channel import DEFAULT_DEADLINE_S, OPTIONS, Metadata, Tls
+from perfcast_client.channel import DEFAULT_DEADLINE_S
 from perfcast_client.config import EngineConfig
+from perfcast_client.connection import Connection
 from perfcast_client.coverage import Coverage, ModelSupport
 from perfcast_client.deploy import Cluster, DeployFiles, DeployTargets, EngineSettings, Validation
 from perfcast_client.deployments import Estimate, MemoryEstimate, SearchProgress, SearchResult
-from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
+from perfcast_client.errors import UnknownHandle, Unsupported
 from perfcast_client.local import REFRESH_S
 from perfcast_client.local_aio import AsyncLocalSurface
-from perfcast_client.patience import Patience
 from perfcast_client.record import EngineLike
 from perfcast_client.search import SearchTask
 from perfcast_client.serving import Deployment, Limits, Workload
@@ -34,31 +33,10 @@ from perfcast_client.stream import AsyncStepStream
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(Connection):
     """As ``Client``, for one event loop: every call is awaited."""
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        tls: Tls | None = None,
-        metadata: Metadata | None = None,
-        deadline_s: float | None = None,
-        wait_for_ready: bool = False,
-    ) -> None:
-        self.target = target
-        self._metadata = metadata
-        self._deadline_s = deadline_s
-        self._wait_for_ready = wait_for_ready
-        self._pid = os.getpid()
-        self._info: results.ServerInfo | None = None
-        self._closed = False
-        self._stubs: dict[str, Any] = {}
-        self._channel = (
-            grpc.aio.insecure_channel(target, OPTIONS)
-            if tls is None
-            else grpc.aio.secure_channel(target, tls.credentials(), [*OPTIONS, *tls.options()])
-        )
+    _grpc = grpc.aio
 
     async def __aenter__(self) -> Self:
         return self
@@ -226,7 +204,7 @@ class AsyncClient:
 
     async def _stream(self, call: Call[T], deadline_s: float | None) -> AsyncGenerator[T]:
         await self.server_info()
-        patience = Patience(deadline_s or self._deadline_s or call.deadline_s)
+        patience = self._patience(call, deadline_s)
         while True:
             rpc = self._begun(call, call.request, patience)
             try:
@@ -241,17 +219,7 @@ class AsyncClient:
 
     def stream(self, engine: EngineLike) -> AsyncStepStream:
         """A stream of steps on one engine, for simulators that ask one after another."""
-        rpc = self._channel.stream_stream(
-            calls.STREAM_STEPS,
-            prediction_pb2.StreamStepsRequest.SerializeToString,
-            prediction_pb2.StreamStepsResponse.FromString,
-        )
-
-        def opened() -> Any:
-            self._check()
-            return rpc(metadata=self._call_metadata(), wait_for_ready=self._wait_for_ready)
-
-        return AsyncStepStream(opened, engine, self._deadline_s or DEFAULT_DEADLINE_S)
+        return AsyncStepStream(self._stepping, engine, self._deadline_s or DEFAULT_DEADLINE_S)
 
     async def surface(
         self,
@@ -289,13 +257,8 @@ class AsyncClient:
                 raise
         return await self._make(call, deadline_s, inline=True)
 
-    def _check(self) -> None:
-        if self._closed or os.getpid() != self._pid:
-            why = "is closed" if self._closed else "was made before a fork; make a new one in this process"
-            raise ClientMisuse(f"this client {why}")
-
     async def _make(self, call: Call[T], deadline_s: float | None, inline: bool = False) -> T:
-        patience = Patience(deadline_s or self._deadline_s or call.deadline_s)
+        patience = self._patience(call, deadline_s)
         while True:
             going = self._begun(call, call.inline if inline else call.request, patience)
             try:
@@ -305,20 +268,3 @@ class AsyncClient:
             if self._info is None and not self._wait_for_ready:
                 raise failed  # it may be no server at all
             await asyncio.sleep(patience.pause_s(failed))
-
-    def _begun(self, call: Call[Any], request: Any, patience: Patience) -> Any:
-        self._check()
-        stub = self._stubs.get(call.path)
-        if stub is None:
-            kind = self._channel.unary_stream if call.is_stream else self._channel.unary_unary
-            stub = kind(call.path, type(call.request).SerializeToString, call.response.FromString)
-            self._stubs[call.path] = stub
-        return stub(
-            request,
-            timeout=patience.left_s,
-            metadata=self._call_metadata(),
-            wait_for_ready=self._wait_for_ready,
-        )
-
-    def _call_metadata(self) -> tuple[tuple[str, str], ...] | None:
-        return None if self._metadata is None else tuple(self._metadata())

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import grpc
-from perfcast.v1 import prediction_pb2
 
 from perfcast_client import calls, results
 from perfcast_client.calls import Call
-from perfcast_client.channel import DEFAULT_DEADLINE_S, OPTIONS, Metadata, Tls
+from perfcast_client.channel import DEFAULT_DEADLINE_S
 from perfcast_client.config import EngineConfig
+from perfcast_client.connection import Connection
 from perfcast_client.coverage import Coverage, ModelSupport
 from perfcast_client.deploy import Cluster, DeployFiles, DeployTargets, EngineSettings, Validation
 from perfcast_client.deployments import Estimate, MemoryEstimate, SearchProgress, SearchResult
-from perfcast_client.errors import ClientMisuse, UnknownHandle, Unsupported
+from perfcast_client.errors import UnknownHandle, Unsupported
 from perfcast_client.local import REFRESH_S, LocalSurface
-from perfcast_client.patience import Patience
 from perfcast_client.record import EngineLike
 from perfcast_client.search import SearchTask
 from perfcast_client.serving import Deployment, Limits, Workload
@@ -186,7 +185,7 @@ class Questions:
         return result
 
 
-class Client(Questions):
+class Client(Connection, Questions):
     """A connection to a perfcast server, safe to share between threads.
 
     target: "host:port", "dns:///name:port" (all addresses in turn) or "unix:/path".
@@ -196,28 +195,7 @@ class Client(Questions):
     A client does not survive a fork: make a new one in the child.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        tls: Tls | None = None,
-        metadata: Metadata | None = None,
-        deadline_s: float | None = None,
-        wait_for_ready: bool = False,
-    ) -> None:
-        self.target = target
-        self._metadata = metadata
-        self._deadline_s = deadline_s
-        self._wait_for_ready = wait_for_ready
-        self._pid = os.getpid()
-        self._info: results.ServerInfo | None = None
-        self._closed = False
-        self._stubs: dict[str, Any] = {}
-        self._channel = (
-            grpc.insecure_channel(target, OPTIONS)
-            if tls is None
-            else grpc.secure_channel(target, tls.credentials(), [*OPTIONS, *tls.options()])
-        )
+    _grpc = grpc
 
     def __enter__(self) -> Self:
         return self
@@ -248,17 +226,7 @@ class Client(Questions):
     def stream(self, engine: EngineLike) -> StepStream:
         """A stream of steps on one engine, for simulators that ask one after another."""
         self.server_info()
-        rpc = self._channel.stream_stream(
-            calls.STREAM_STEPS,
-            prediction_pb2.StreamStepsRequest.SerializeToString,
-            prediction_pb2.StreamStepsResponse.FromString,
-        )
-
-        def opened(requests: Iterator[prediction_pb2.StreamStepsRequest]) -> Any:
-            self._check()
-            return rpc(requests, metadata=self._call_metadata(), wait_for_ready=self._wait_for_ready)
-
-        return StepStream(opened, engine, self._deadline_s or DEFAULT_DEADLINE_S)
+        return StepStream(self._stepping, engine, self._deadline_s or DEFAULT_DEADLINE_S)
 
     def surface(
         self,
@@ -294,7 +262,7 @@ class Client(Questions):
 
     def _stream(self, call: Call[T], deadline_s: float | None) -> Generator[T, None, None]:
         self.server_info()
-        patience = Patience(deadline_s or self._deadline_s or call.deadline_s)
+        patience = self._patience(call, deadline_s)
         while True:
             rpc = self._begun(call, call.request, patience)
             try:
@@ -307,13 +275,8 @@ class Client(Questions):
                 rpc.cancel()
             time.sleep(patience.pause_s(failed))
 
-    def _check(self) -> None:
-        if self._closed or os.getpid() != self._pid:
-            why = "is closed" if self._closed else "was made before a fork; make a new one in this process"
-            raise ClientMisuse(f"this client {why}")
-
     def _make(self, call: Call[T], deadline_s: float | None, inline: bool = False) -> T:
-        patience = Patience(deadline_s or self._deadline_s or call.deadline_s)
+        patience = self._patience(call, deadline_s)
         while True:
             try:
                 answer = self._begun(call, call.inline if inline else call.request, patience)
@@ -323,21 +286,3 @@ class Client(Questions):
             if self._info is None and not self._wait_for_ready:
                 raise failed  # it may be no server at all
             time.sleep(patience.pause_s(failed))
-
-    def _begun(self, call: Call[Any], request: Any, patience: Patience) -> Any:
-        """The answer of a unary call, or the stream of answers."""
-        self._check()
-        stub = self._stubs.get(call.path)
-        if stub is None:
-            kind = self._channel.unary_stream if call.is_stream else self._channel.unary_unary
-            stub = kind(call.path, type(call.request).SerializeToString, call.response.FromString)
-            self._stubs[call.path] = stub
-        return stub(
-            request,
-            timeout=patience.left_s,
-            metadata=self._call_metadata(),
-            wait_for_ready=self._wait_for_ready,
-        )
-
-    def _call_metadata(self) -> tuple[tuple[str, str], ...] | None:
-        return None if self._metadata is None else tuple(self._metadata())
