@@ -20,7 +20,7 @@ import numpy as np
 from perfcast_engine import EngineConfig, Predictor
 from perfcast_engine.coverage import mappings, support
 from perfcast_engine.errors import EngineError
-from perfcast_engine.models.rules import is_moe
+from perfcast_engine.models.families import is_moe
 from perfcast_engine.tables.database import Mode
 
 from benchmarks.processes import Peer

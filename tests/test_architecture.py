@@ -33,8 +33,8 @@ MAY_IMPORT = {
 CLIENT_NEEDS = {"grpc", "google", "numpy"}
 # The engine from the ground up; a module imports only what stands before it.
 FLOORS = (
-    "errors", "quant", "system", "answer", "profiles", "interp", "tables", "ops", "backends", "models.spec", "config",
-    "models", "origin",
+    "errors", "data", "quant", "system", "answer", "profiles", "interp", "tables", "ops", "backends", "models.spec",
+    "config", "models", "origin",
     "token_table", "step_result", "phase", "quick", "step", "whole_pass", "compiled", "memory", "serving", "search",
     "predictor", "coverage", "planner",
 )  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 from perfcast_engine.answer import F64, Answer, Points, Source, Tier, attempt
 from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.errors import EngineError, OutOfMemory
-from perfcast_engine.models.rules import is_moe
+from perfcast_engine.models.families import is_moe
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.ops.base import Op, Role
 from perfcast_engine.ops.composite import Overlap

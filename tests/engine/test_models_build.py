@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig
-from perfcast_engine.errors import InvalidField, UnsupportedCombination
+from perfcast_engine.data import table
+from perfcast_engine.errors import DataCorrupt, InvalidField, UnsupportedCombination
 from perfcast_engine.models.build import ModelPlan, build
 from perfcast_engine.models.deployment import Deployment
-from perfcast_engine.models.families import LAYERS, PARTS, ROWS, segments
+from perfcast_engine.models.families import row
 from perfcast_engine.models.kv_cache import kv_curve
+from perfcast_engine.models.parts import PartBook
 from perfcast_engine.models.quantization import QuantModes
 from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.rules import complete
@@ -257,13 +260,47 @@ def test_every_model_of_the_registry_builds(backend, profile):
         assert (listed.kv.bytes([1, 1000]) >= 0).all(), model
 
 
+def words(rows: Any) -> Iterator[str]:
+    """The names of parts in rows of parts.yaml."""
+    if isinstance(rows, str):
+        yield from rows.split()
+    elif isinstance(rows, list):
+        for each in rows:
+            yield from words(each)
+    else:
+        inner = ("part", "do", "else", "a", "b") + (("primary", "rows") if "fallback" in rows else ())
+        for key in inner:
+            yield from words(rows.get(key, []))
+
+
 def test_rows_name_only_parts_that_exist():
-    for row in ROWS.values():
-        for _, parts in segments(row):
-            assert parts
-        for word in row.lists.replace(";", " ").split():
-            known = word in PARTS or word.rstrip(":") in LAYERS
-            assert known or "norm" in word or word.startswith("ar_") or word.endswith(("_ar", "allreduce")), word
+    families, parts = table("models/families")["rows"], table("models/parts")["parts"]
+    named_parts = [word for rows in parts.values() for word in words(rows)]
+    for key in families:
+        listed = row(key)
+        assert all(selector in table("models/layers")["layers"] for selector, _ in listed.segments), key
+        named_parts += [word for _, names in listed.segments for word in names.split()]
+        named_parts += [word for rows in listed.parts.values() for word in words(rows)]
+    for word in named_parts:
+        known = word in parts or "norm" in word or word == "ar"
+        assert known or word.startswith("ar_") or word.endswith(("_ar", "allreduce")), word
+    assert set(parts) <= set(named_parts), "parts that no family has"
+
+
+@pytest.mark.parametrize("context", [True, False])
+def test_every_row_of_parts_is_one_of_its_kind(context):
+    """Compiling refuses formulas that are none, kinds that are none and fields that no operator has."""
+    for key in table("models/families")["rows"]:
+        book = row(key).book(context)
+        for name in (*table("models/parts")["parts"], *row(key).parts):
+            assert book.part(name)
+    with pytest.raises(DataCorrupt, match="gemm x has no nn"):
+        PartBook({"wrong": {"gemm": "x", "nn": "h", "k": "h"}}, context).part("wrong")
+    with pytest.raises(DataCorrupt, match="no kind of row"):
+        PartBook({"wrong": {"gem": "x"}}, context).part("wrong")
+    for formula in ("h +", "().__class__", "__import__('os')"):
+        with pytest.raises(DataCorrupt, match="formula"):
+            PartBook({"wrong": {"gemm": "x", "n": formula, "k": "h"}}, context).part("wrong")
 
 
 @pytest.mark.parametrize(

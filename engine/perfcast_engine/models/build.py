@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from perfcast_engine.models.deployment import Deployment
-from perfcast_engine.models.encoder import encoder_ops
-from perfcast_engine.models.families import family_row, segments
+from perfcast_engine.models.families import Family, family_row, row
+from perfcast_engine.models.formula import Names, compiled, value
 from perfcast_engine.models.kv_cache import KvCurve, kv_curve
-from perfcast_engine.models.listing import Phase
+from perfcast_engine.models.layers import layers
+from perfcast_engine.models.names import deployment_names, distribution, phase_names
 from perfcast_engine.models.rules import check
 from perfcast_engine.ops.base import Op
 
@@ -43,16 +44,26 @@ class ModelPlan:
 
 def build(d: Deployment) -> ModelPlan:
     """The operator lists of ``d``. Raises InvalidField for the first rule of spec/05 section 4 that it breaks."""
-    check(d)
-    row = family_row(d.spec.family, d.backend, bool(d.comm))
-    repeat = (d.nextn + d.spec.layers) / d.spec.layers if row.draft_in_layers and d.nextn else 1.0
-    context = Phase(d, row, "context_", True, split=d.parallel.cp if row.cp == "tokens" else 1)
-    generation = Phase(d, row, "generation_", False, repeat)
-    return ModelPlan(d, tuple(_ops(context)), tuple(_ops(generation)), tuple(encoder_ops(d)))
+    names, spec = deployment_names(d), d.spec
+    check(d, names)
+    listed = family_row(spec.family, d.backend, bool(d.comm))
+    split = d.parallel.cp if listed.cp == "tokens" else 1
+    repeat = (d.nextn + spec.layers) / spec.layers if listed.draft_in_layers and d.nextn else 1.0
+    context = _ops(d, listed, phase_names(d, names, "context_", True, split))
+    generation = _ops(d, listed, phase_names(d, names, "generation_", False), repeat)
+    sees = spec.x.depth and not d.config.language_only
+    encoder = _ops(d, row("ENCODER"), phase_names(d, names, "encoder_", True)) if sees else ()
+    return ModelPlan(d, tuple(context), tuple(generation), tuple(encoder))
 
 
-def _ops(p: Phase) -> Iterator[Op]:
-    for select, parts in segments(p.row):
-        for layer in select(p.d):
-            for part in parts:
-                yield from part(p, layer)
+def _ops(d: Deployment, row: Family, names: Names, repeat: float = 1.0) -> Iterator[Op]:
+    """The operators of one phase; ``repeat``: instances of everything, above one with speculative decoding."""
+    context = names["context"]
+    names |= {"repeat": repeat, "slower": 1.0 if context else row.decode_factor}
+    for name, formula in row.let.items():
+        names[name] = value(compiled(formula), names)
+    names["distribution"] = distribution(d, names["alpha"], context)
+    names["kv_bytes_per_layer"] = lambda: float(kv_curve(d, per_stage=False).bytes(1)) / d.spec.layers
+    for selector, parts in row.segments:
+        for layer in layers(selector, names):
+            yield from row.book(context).emit(parts, names, vars(layer))

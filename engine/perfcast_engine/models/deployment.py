@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig
 from perfcast_engine.models.quantization import QuantModes
 from perfcast_engine.models.spec import ModelSpec
-from perfcast_engine.profiles import NORMS_NAME_ATTENTION, Profile, profile_named
+from perfcast_engine.profiles import (
+    EVERY_SECOND_GLOBAL,
+    NORMS_NAME_ATTENTION,
+    ONE_IS_GLOBAL,
+    Profile,
+    profile_named,
+)
+
+# architectures whose published pattern says 1 for a sliding layer
+ONE_IS_SLIDING = frozenset({"MiMoV2FlashForCausalLM"})
+SWAPPED = str.maketrans("GS", "SG")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +71,24 @@ class Deployment:
     def nodes(self) -> int:
         """Nodes that the experts of one engine span."""
         return -(-self.moe_ep * self.moe_tp // self.gpus_per_node)
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """Layers by the letters of their kind, as the profile reads the layer pattern."""
+        spec, runs, every = self.spec, self.spec.x.layer_runs, self.spec.x.global_every
+        if every and not self.profile[EVERY_SECOND_GLOBAL]:
+            ffn = [kind[1] for kind, n in runs for _ in range(n)]
+            return Counter(("S" if (i + 1) % every else "G") + kind for i, kind in enumerate(ffn))
+        swap = spec.arch in ONE_IS_SLIDING and not self.profile[ONE_IS_GLOBAL]
+        counts: Counter[str] = Counter()
+        for kind, n in runs:
+            counts[kind.translate(SWAPPED) if swap else kind] += n
+        return counts
+
+    @property
+    def ratios(self) -> Counter[int]:
+        """Layers by their compression ratio; those without compression count as the strongest one."""
+        counts: Counter[int] = Counter()
+        for ratio, n in sorted(self.spec.x.compress_runs, key=lambda run: not run[0]):
+            counts[ratio or 128] += n
+        return counts

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from perfcast_engine.errors import InvalidField
+from perfcast_engine.models.families import runs_large_ep
 from perfcast_engine.ops.all_to_all import BACKENDS, CommBackend, measured_node, wire_dtype
 from perfcast_engine.tables.database import Database
 
-FAMILIES = frozenset({"MOE", "DEEPSEEK", "DEEPSEEKV32", "KIMIK25"})
 # Frameworks whose ordinary expert table stands in for the large-EP one.
 ORDINARY_EXPERTS = frozenset({"vllm", "trtllm"})
 STEPS = ("dispatch", "combine")
@@ -31,7 +31,7 @@ class ExpertPlacement:
 def choose_comm_backend(db: Database, family: str, phase: str, layer: ExpertPlacement) -> str | None:
     """The first backend that may run ``phase`` ("context" or "generation") of a model of ``family`` and has measured
     data for it; None where none has. A worker needs one for every phase it runs, and for context in any case."""
-    if family not in FAMILIES or layer.moe_tp != 1:
+    if not runs_large_ep(family) or layer.moe_tp != 1:
         return None
     return db.kept(("comm backend", phase, layer), lambda: _choose(db, phase, layer))
 

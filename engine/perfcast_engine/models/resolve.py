@@ -9,10 +9,11 @@ from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig
 from perfcast_engine.errors import InvalidField, PerfDataMissing
 from perfcast_engine.models.build import ModelPlan, build
 from perfcast_engine.models.deployment import Deployment
+from perfcast_engine.models.families import is_moe
 from perfcast_engine.models.large_ep import ExpertPlacement, choose_comm_backend
 from perfcast_engine.models.quantization import QuantModes, Situation, choose, context_tables, settled
 from perfcast_engine.models.registry import Registry
-from perfcast_engine.models.rules import complete, is_moe
+from perfcast_engine.models.rules import complete
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.ops.attention import ContextAttention, GenerationAttention
 from perfcast_engine.ops.base import Op

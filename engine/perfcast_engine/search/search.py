@@ -12,7 +12,7 @@ import numpy as np
 from perfcast_engine.backends import backend_named
 from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.errors import EngineError, InvalidField, UnsupportedCombination
-from perfcast_engine.models.rules import is_moe
+from perfcast_engine.models.families import is_moe
 from perfcast_engine.profiles import CORRECTED, ROUNDED_ROWS, SCALED_BY_SWEPT_TARGET, Profile, profile_named
 from perfcast_engine.search import afd, grids, match
 from perfcast_engine.search.encode import WIDTHS, EncodePool, best_cells, cells, encode_pool

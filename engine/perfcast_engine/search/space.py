@@ -9,8 +9,7 @@ from itertools import product
 from perfcast_engine.backends import Backend
 from perfcast_engine.config import ParallelConfig
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
-from perfcast_engine.models.families import family_row
-from perfcast_engine.models.rules import is_moe
+from perfcast_engine.models.families import family_row, is_moe
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.system import SystemSpec
 

@@ -9,11 +9,11 @@ from perfcast_engine import quant
 from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.models.build import ModelPlan
-from perfcast_engine.models.large_ep import FAMILIES as LARGE_EP_FAMILIES
+from perfcast_engine.models.families import is_moe, runs_large_ep
 from perfcast_engine.models.quantization import context_table
 from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.resolve import measured_fmha, modes_and_comm, resolve
-from perfcast_engine.models.rules import complete, is_moe
+from perfcast_engine.models.rules import complete
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.ops.gemm import measured_as
 from perfcast_engine.search.space import EP_SIZES
@@ -69,7 +69,7 @@ class TableWorkshop:
 
     def covered_ep(self, config: EngineConfig) -> Sequence[int]:
         spec, db = self.model(config), self.database(config)
-        if spec.family not in LARGE_EP_FAMILIES:
+        if not runs_large_ep(spec.family):
             return ()
         covered = []
         for ep in (ep for ep in EP_SIZES if ep > db.system.gpus_per_node):
