@@ -18,7 +18,6 @@ from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.ops.base import Op, Role
 from perfcast_engine.ops.composite import Overlap
 from perfcast_engine.predictor import Engine, Predictor
-from perfcast_engine.step_result import StepResult
 from perfcast_engine.tables.database import Database, Mode
 from perfcast_engine.tables.table import Key
 
@@ -253,22 +252,20 @@ def cell(predictor: Predictor, config: EngineConfig) -> Cell:
         engines = smallest(predictor, replace(config, database_mode=Mode.SILICON))
     except EngineError as error:
         return replace(found, error=error)
-    first: Cell | None = None
+    told: list[tuple[ParallelConfig, Coverage]] = []
     for engine in engines:
-        errors, operators = _missed(engine)
-        now = replace(found, parallel=engine.parallel)
-        if not errors:
-            return replace(now, works_in=Mode.SILICON)
-        first = first or replace(now, error=errors[0], operators=operators)
-    assert first is not None
-    for engine in engines:
-        try:
-            estimated = predictor.engine(replace(engine.config, database_mode=Mode.HYBRID))
-        except EngineError:
-            continue
-        if not _missed(estimated)[0]:
-            return replace(first, parallel=engine.parallel, works_in=Mode.HYBRID)
-    return first
+        told.append((engine.parallel, coverage(engine)))
+        if told[-1][1].works_in is Mode.SILICON:
+            return replace(found, parallel=engine.parallel, works_in=Mode.SILICON)
+    missed = [operator for operator in told[0][1].operators if operator.error is not None]
+    hybrid = next((parallel for parallel, covered in told if covered.works_in is Mode.HYBRID), None)
+    return replace(
+        found,
+        parallel=hybrid or told[0][0],
+        works_in=Mode.HYBRID if hybrid else None,
+        error=missed[0].error,
+        operators=tuple(dict.fromkeys(f"{operator.phase}/{operator.name}" for operator in missed)),
+    )
 
 
 def smallest(predictor: Predictor, config: EngineConfig) -> list[Engine]:
@@ -307,16 +304,3 @@ def mappings(gpus: int, per_node: int, moe: bool) -> Iterator[ParallelConfig]:
     if width > 1:
         yield ParallelConfig(tp=width, pp=stages, moe_tp=width, moe_ep=1)
         yield ParallelConfig(attn_dp=width, pp=stages, moe_tp=1, moe_ep=width)
-
-
-def _missed(engine: Engine) -> tuple[list[EngineError], tuple[str, ...]]:
-    """The errors of an engine's steps at the probed points, prefill first, and the operators that they are of."""
-    batch, isl, prefix = _points(PREFILL_POINTS, engine.model)
-    requests, length = _points(DECODE_POINTS, engine.model)
-    steps: dict[str, StepResult] = {
-        "prefill": engine.steps.prefill(batch, isl, prefix, operators=True),
-        "decode": engine.steps.decode_step(requests, length - 1, 1, operators=True),
-    }
-    errors = [error for step in steps.values() for _, error in step.misses]
-    listed = ((phase, step.operators or {}) for phase, step in steps.items())
-    return errors, tuple(f"{phase}/{name}" for phase, ops in listed for name, answer in ops.items() if answer.misses)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,10 +22,12 @@ from perfcast_engine.system import SystemSpec
 WIDTHS = (1, 2, 4, 8)  # tensor-parallel widths with figures; wider ones use the last
 WORKSPACE_BLOCK, WORKSPACE_BYTES = 128, 4  # one float32 scale for each block of a routed activation
 OF_FREE, OF_TOTAL = "of_free", "of_total"
+MOST_SEQUENCES = 2**32
+TRIED = 64  # batches at once, when the largest that fits is looked for
+NAIVE_BYTES = 2  # of an element of weights and cache, whatever the checkpoint says
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(NamedTuple):
     """Resident bytes of one GPU at N points, each field float64 (N,)."""
 
     weights: F64
@@ -48,22 +50,12 @@ class Footprint:
         return self.total / GIB
 
     def take(self, which: Any) -> Footprint:
-        return Footprint(*(part[which] for part in self.parts().values()))
-
-    def parts(self) -> dict[str, F64]:
-        return {
-            "weights": self.weights,
-            "activations": self.activations,
-            "kv": self.kv,
-            "nccl": self.nccl,
-            "others": self.others,
-        }
+        return Footprint(*(part[which] for part in self))
 
     def larger(self, other: Footprint, where: Mask) -> Footprint:
         """This footprint, but ``other`` at the points of ``where`` at which that takes more."""
         swap = where & (other.total > self.total)
-        pairs = zip(self.parts().values(), other.parts().values(), strict=True)
-        return Footprint(*(np.where(swap, theirs, own) for own, theirs in pairs))
+        return Footprint(*(np.where(swap, theirs, own) for own, theirs in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +69,34 @@ class KvCapacity:
     breakdown: dict[str, int]
     source: str  # native, or naive where the model could not be built
     within_tolerance: tuple[int, int] | None = None  # bytes and tokens left after the tolerance
+
+    @classmethod
+    def of(
+        cls,
+        source: str,
+        capacity: float,
+        held: dict[str, float],
+        budget: float,
+        per_token: int,
+        tokens: Callable[[float], int],
+        tolerance: float | None,
+    ) -> KvCapacity:
+        """With ``budget`` bytes beside those ``held``; ``tokens``: bytes to the longest sequence. OutOfMemory when
+        nothing is left."""
+        if budget <= 0:
+            taken, whole = int(sum(held.values())), int(capacity)
+            told = f"no KV budget: weights, activations and overheads take {taken} of {whole} bytes"
+            raise OutOfMemory(told, fixed_bytes=str(taken), capacity_bytes=str(whole))
+        left = None if tolerance is None else math.floor(math.floor(budget) * (1 - tolerance))
+        return cls(
+            int(capacity),
+            math.floor(budget),
+            tokens(budget),
+            per_token,
+            {name: int(size) for name, size in held.items()},
+            source,
+            None if left is None else (left, tokens(left)),
+        )
 
     def blocks(self, block_size: int) -> int:
         if block_size < 1:
@@ -200,26 +220,17 @@ class MemoryModel:
 
     def largest_batch(self, isl: int, osl: int, fraction: float | None = None, limit: int = 4096) -> int:
         """The most concurrent sequences of isl + osl tokens per rank that fit, up to ``limit``; 0 if none does."""
-        batch = np.arange(1, limit + 1, dtype=np.float64)
-        out, over = self.verdict(self.footprint(batch, isl, osl, num_tokens=batch), self.kv_fraction(fraction))
-        return int(np.count_nonzero(~(out | over)))
+        share = self.kv_fraction(fraction)
+
+        def fits(batch: F64) -> Mask:
+            out, over = self.verdict(self.footprint(batch, isl, osl, num_tokens=batch), share)
+            return ~(out | over)
+
+        return _largest(fits, limit)
 
     def most_resident(self, isl: int, osl: int) -> int:
         """The most sequences per rank whose prompts, run at once, and KV cache fit the memory; 0 if none does."""
-
-        def fits(batch: F64) -> Mask:
-            return self.footprint(batch, isl, osl).total < self.capacity
-
-        most = 1.0
-        while most < 2**32 and fits(np.array([most]))[0]:
-            most *= 2
-        low, high = most // 2, most
-        while high - low > 1:
-            middle = np.unique(np.linspace(low, high, 64).round()[1:-1])
-            held = int(np.count_nonzero(fits(middle)))
-            low = middle[held - 1] if held else low
-            high = middle[held] if held < len(middle) else high
-        return int(low)
+        return _largest(lambda batch: self.footprint(batch, isl, osl).total < self.capacity, MOST_SEQUENCES)
 
     def kv_capacity(
         self,
@@ -233,45 +244,35 @@ class MemoryModel:
 
         ``kind``: of_free or of_total, which must be the framework's own. Raises OutOfMemory when nothing is left.
         """
-        check_capacity_request(self.backend, kind, fraction, tolerance)
-        model = self if capacity_bytes is None else replace(
-            self, system=replace(self.system, mem_capacity=capacity_bytes)
-        )  # fmt: skip
-        held = model.footprint(1, 1, 1, max_num_tokens, mtp=False)
-        fixed = float((held.weights + held.activations + held.others + held.nccl)[0])
-        budget = float(model.kv_budget(np.array([fixed]), fraction, reserved=0.0, tolerance=0.0)[0])
-        if budget <= 0:
-            raise _no_budget(fixed, model.capacity)
+        own = OF_FREE if self.backend.kv_of_free else OF_TOTAL
+        if kind is not None and kind != own:
+            told = f"{self.backend.name} takes {own}, not {kind!r}"
+            raise InvalidField("memory_fraction_kind", told, why="fraction_kind")
+        if not 0 <= fraction <= 1:
+            raise InvalidField("memory_fraction", f"must lie in [0, 1], not {fraction!r}", why="range")
+        if tolerance is not None and not 0 <= tolerance < 1:
+            raise InvalidField("tolerance_fraction", f"must lie in [0, 1), not {tolerance!r}", why="range")
+        model = self
+        if capacity_bytes is not None:
+            model = replace(self, system=replace(self.system, mem_capacity=capacity_bytes))
+        footprint = model.footprint(1, 1, 1, max_num_tokens, mtp=False)
+        held = {name: float(getattr(footprint, name)[0]) for name in ("weights", "activations", "others", "nccl")}
+        fixed = np.array([sum(held.values())])
+        budget = float(model.kv_budget(fixed, fraction, reserved=0.0, tolerance=0.0)[0])
         per_token = math.floor(float(self.kv_bytes(np.ones(1))[0]))
-        if per_token <= 0:
+        if budget > 0 >= per_token:
             raise UnsupportedCombination("model", f"no KV cache figures for the {self.family} family")
-        left = None
-        if tolerance is not None:
-            shrunk = math.floor(math.floor(budget) * (1 - tolerance))
-            left = (shrunk, self.kv_tokens(shrunk))
-        breakdown = {
-            "weights": int(held.weights[0]),
-            "activations": int(held.activations[0]),
-            "others": int(held.others[0]),
-            "nccl": int(held.nccl[0]),
-        }
-        kv_tokens = self.kv_tokens(budget)
-        return KvCapacity(
-            int(model.capacity), math.floor(budget), kv_tokens, per_token, breakdown, "native", left
-        )  # fmt: skip
+        return KvCapacity.of("native", model.capacity, held, budget, per_token, self.kv_tokens, tolerance)
 
 
-def check_capacity_request(backend: Backend, kind: str | None, fraction: float, tolerance: float | None) -> None:
-    own = OF_FREE if backend.kv_of_free else OF_TOTAL
-    if kind is not None and kind != own:
-        raise InvalidField("memory_fraction_kind", f"{backend.name} takes {own}, not {kind!r}", why="fraction_kind")
-    if not 0 <= fraction <= 1:
-        raise InvalidField("memory_fraction", f"must lie in [0, 1], not {fraction!r}", why="range")
-    if tolerance is not None and not 0 <= tolerance < 1:
-        raise InvalidField("tolerance_fraction", f"must lie in [0, 1), not {tolerance!r}", why="range")
-
-
-NAIVE_BYTES = 2  # of an element of weights and cache, whatever the checkpoint says
+def _largest(fits: Callable[[F64], Mask], limit: int) -> int:
+    """The largest whole number up to ``limit`` that ``fits``, as all smaller ones do; 0 if none does."""
+    low, high = 0.0, limit + 1.0
+    while high - low > 1:
+        tried = np.unique(np.linspace(low, high, TRIED + 2).round()[1:-1])
+        held = int(np.count_nonzero(fits(tried)))
+        low, high = tried[held - 1] if held else low, tried[held] if held < len(tried) else high
+    return int(low)
 
 
 def naive_kv_capacity(
@@ -295,26 +296,12 @@ def naive_kv_capacity(
     per_token = (latent or heads) * spec.layers * NAIVE_BYTES
     ranks = parallel.tp * parallel.pp
     shared = 2 * spec.vocab * spec.hidden + spec.layers * 4 * spec.hidden**2
-    if spec.moe.experts:
-        experts = (
-            spec.moe.experts * 3 * spec.hidden * spec.moe.inter // ((parallel.moe_tp or 1) * (parallel.moe_ep or 1))
-        )
+    moe = spec.moe
+    if moe.experts:
+        experts = moe.experts * 3 * spec.hidden * moe.inter // ((parallel.moe_tp or 1) * (parallel.moe_ep or 1))
         weights = shared * NAIVE_BYTES // ranks + spec.layers * experts * NAIVE_BYTES // parallel.pp
     else:
         weights = (shared + spec.layers * 3 * spec.hidden * spec.inter) * NAIVE_BYTES // ranks
     budget = max(capacity_bytes - weights, 0) * reservation
-    if budget <= 0:
-        raise _no_budget(weights, capacity_bytes)
-    left = None
-    if tolerance is not None:
-        shrunk = math.floor(math.floor(budget) * (1 - tolerance))
-        left = shrunk, shrunk // per_token
-    return KvCapacity(int(capacity_bytes), math.floor(budget), int(budget // per_token), per_token, {}, "naive", left)
-
-
-def _no_budget(fixed: float, capacity: float) -> OutOfMemory:
-    return OutOfMemory(
-        f"no KV budget: weights, activations and overheads take {int(fixed)} of {int(capacity)} bytes",
-        fixed_bytes=str(int(fixed)),
-        capacity_bytes=str(int(capacity)),
-    )
+    held = {"weights": float(weights)}
+    return KvCapacity.of("naive", capacity_bytes, held, budget, per_token, lambda n: int(n // per_token), tolerance)

@@ -136,7 +136,7 @@ def memory_message(fit: Fit) -> serving_pb2.GpuMemory:
 
 
 def footprint_fields(memory: Footprint) -> dict[str, float]:
-    parts = memory.parts() | {"total": memory.total}
+    parts = memory._asdict() | {"total": memory.total}
     return {f"{'kv_cache' if name == 'kv' else name}_bytes": float(part[0]) for name, part in parts.items()}
 
 

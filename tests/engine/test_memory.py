@@ -23,7 +23,7 @@ def test_components_are_the_formulas():
     assert held.activations[0] == 2 * 5000 * 4096 * 11
     assert held.kv[0] == 8 * 16384 * 16 * 1200
     assert (held.nccl[0], held.others[0]) == (0, 3e9)
-    assert held.total[0] == sum(part[0] for part in held.parts().values())
+    assert held.total[0] == sum(part[0] for part in held)
     assert held.fixed[0] == held.total[0] - held.kv[0]
 
 

@@ -201,7 +201,7 @@ def answer(engine: Worker, load: Workload, found: Estimate) -> dict[str, Any]:
             "encoder_memory": 0.0,
         },
         "memory_gib": {"total": float(fit.memory.gib[0])}
-        | {name: float(fit.memory.parts()[own][0]) / GIB for name, own in PARTS.items()},
+        | {name: float(getattr(fit.memory, own)[0]) / GIB for name, own in PARTS.items()},
         "oom": bool(fit.out_of_memory[0]),
         "kv_oom": bool(fit.kv_over_budget[0]),
     }
