@@ -1,19 +1,16 @@
-"""What is assumed about each serving framework, as one table of constants.
-
-Figures without another source are the reference engine's fitted or transcribed constants (spec/06 sections 3, 4, 9 and
-10); their scope is unknown. KV fractions are the frameworks' own defaults: free_gpu_memory_fraction (TensorRT-LLM),
-gpu_memory_utilization (vLLM, by version), mem_fraction_static (SGLang, derived from memory, chunk and graph sizes).
-"""
+"""What is assumed about each serving framework: the constants of backends.yaml, which tells their sources."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from perfcast_engine.answer import F64
+from perfcast_engine.data import table
 from perfcast_engine.errors import Reason, UnknownName
 
 MIB = 2.0**20
@@ -26,11 +23,11 @@ Coefficients = tuple[float, float, float, float]  # at a tensor-parallel width o
 class LinearQueue:
     """TTFT over prefill time, growing with the iterations that the prompts of a batch need."""
 
-    base: float = 2.0
-    free_steps: int = 3
-    share: float = 2.0  # of the steps ahead that a request waits for
-    slope: float = 10.0
-    cap: float = 4.0
+    base: float
+    free_steps: int
+    share: float  # of the steps ahead that a request waits for
+    slope: float
+    cap: float
 
     def __call__(self, steps: F64, batch: F64) -> F64:
         return np.minimum(self.base + (steps - self.free_steps) / self.share / self.slope, self.cap)
@@ -40,8 +37,8 @@ class LinearQueue:
 class LogQueue:
     """TTFT over prefill time, growing with the logarithm of the batch."""
 
-    slope: float = 8.0
-    cap: float = 2.0
+    slope: float
+    cap: float
 
     def __call__(self, steps: F64, batch: F64) -> F64:
         return np.minimum(1.0 + np.log2(np.maximum(batch, 1.0)) / self.slope, self.cap)
@@ -51,21 +48,14 @@ class LogQueue:
 class StaticFraction:
     """How SGLang derives mem_fraction_static (MiB throughout): what chunks, parallelism and CUDA graphs reserve."""
 
-    # memory below, prefill chunk, graph batch, graph batch from a tensor-parallel width of 4 on
-    tiers: tuple[tuple[float, int, int, int], ...] = (
-        (20480, 2048, 8, 8),
-        (35840, 2048, 24, 80),
-        (61440, 4096, 32, 160),
-        (163840, 8192, 256, 512),
-        (np.inf, 16384, 512, 512),
-    )
-    base: float = 512.0
-    per_chunk_token: float = 1.5
-    per_eight_ranks: float = 1024.0
-    per_graph_entry: float = 2.0
-    per_dp_graph_entry: float = 3.0
-    large_dp_graph: tuple[int, float] = (300, 1.5)
-    large_memory: tuple[float, float] = (61440.0, 10240.0)  # above this memory reserve at least that
+    tiers: Sequence[tuple[float, int, int, int]]  # memory below, prefill chunk, graph batch, the same from tp 4 on
+    base: float
+    per_chunk_token: float
+    per_eight_ranks: float
+    per_graph_entry: float
+    per_dp_graph_entry: float
+    large_dp_graph: tuple[int, float]
+    large_memory: tuple[float, float]  # above this memory reserve at least that
 
     def __call__(self, mem_capacity: float, tp: int, pp: int, dp: int) -> float:
         mib = mem_capacity / MIB
@@ -103,98 +93,27 @@ class Backend:
     # KV cache (spec/06 section 4.2)
     kv_of_free: bool  # the fraction is of what weights leave free, not of the whole memory
     kv_reserved: float
-    kv_fraction: tuple[tuple[str, float], ...]  # version prefix, fraction; first match
+    kv_fraction: Mapping[str, float]  # by version prefix; the first that fits
     kv_derived: StaticFraction | None  # instead of kv_fraction, but for aggregated engines in the reference
     # deployment (spec/06 sections 9 and 10)
-    excludes: tuple[tuple[str, str], ...]  # parallel widths that may not both exceed one
+    excludes: Sequence[tuple[str, str]]  # parallel widths that may not both exceed one
     context_parallel: bool
     same_tp: bool  # prefill and decode workers need equal tensor-parallel widths
 
 
-def _coefficients(
-    other: Coefficients, llama: Coefficients, moe: Coefficients, **more: Coefficients
-) -> Mapping[str, Coefficients]:
-    wide = ("MOE", "GEMMA4MIX", "STEP3P7", "DEEPSEEK", "DEEPSEEKV32", "DEEPSEEKV4", "KIMIK25")
-    return MappingProxyType({"": other, "LLAMA": llama, **dict.fromkeys(wide, moe), **more})
-
-
-_COMMON_ACTIVATION = _coefficients((10, 6, 5, 5), (11, 6.5, 5, 5), (22, 13, 10, 10))
-_SGLANG_ACTIVATION = _coefficients(
-    (13, 8, 6.5, 6.5), (14, 8.5, 6.5, 6.5), (28, 17, 13, 13), KIMIK3=(28.0, 17.0, 13.0, 13.0)
-)
-KV_TOLERANCE = 0.02  # share of the KV budget left unused
-WORKSPACE_FAMILIES = frozenset({"GEMMA4MIX", "STEP3P7", "DEEPSEEK", "DEEPSEEKV32", "DEEPSEEKV4", "KIMIK25"})
-
-BACKENDS: Mapping[str, Backend] = MappingProxyType(
-    {
-        backend.name: backend
-        for backend in (
-            Backend(
-                name="trtllm",
-                queue=LinearQueue(),
-                decode_saturates=True,
-                ramp_steps=3,
-                dispatch_ms_per_layer=0.0,
-                littles_law=False,
-                activation=_COMMON_ACTIVATION,
-                activation_floor=70 * MIB,
-                activation_overhead=0.0,
-                other_overhead=0.0,
-                workspace_by_hidden=frozenset({"GEMMA4MIX", "STEP3P7"}),
-                token_budget=8192,
-                kv_of_free=True,
-                kv_reserved=0.015,
-                kv_fraction=(("", 0.9),),
-                kv_derived=None,
-                excludes=(("attn_dp", "tp"),),
-                context_parallel=False,
-                same_tp=False,
-            ),
-            Backend(
-                name="sglang",
-                queue=LinearQueue(),
-                decode_saturates=True,
-                ramp_steps=3,
-                dispatch_ms_per_layer=0.0,
-                littles_law=False,
-                activation=_SGLANG_ACTIVATION,
-                activation_floor=90 * MIB,
-                activation_overhead=0.15,
-                other_overhead=0.20,
-                workspace_by_hidden=frozenset({""}),
-                token_budget=None,
-                kv_of_free=False,
-                kv_reserved=0.0,
-                kv_fraction=(("", 0.88),),
-                kv_derived=StaticFraction(),
-                excludes=(),
-                context_parallel=True,
-                same_tp=True,
-            ),
-            Backend(
-                name="vllm",
-                queue=LogQueue(),
-                decode_saturates=False,
-                ramp_steps=0,
-                dispatch_ms_per_layer=0.8,
-                littles_law=True,
-                activation=_COMMON_ACTIVATION,
-                activation_floor=70 * MIB,
-                activation_overhead=0.0,
-                other_overhead=0.0,
-                workspace_by_hidden=frozenset({"GEMMA4MIX", "STEP3P7"}),
-                token_budget=None,
-                kv_of_free=False,
-                kv_reserved=0.0,
-                kv_fraction=(("0.14", 0.90), ("0.19", 0.90), ("", 0.92)),
-                kv_derived=None,
-                excludes=(("moe_tp", "moe_ep"),),
-                context_parallel=False,
-                same_tp=False,
-            ),
-        )
+def _backend(name: str, row: dict[str, Any]) -> Backend:
+    queue, derived = row["queue"], row["kv_derived"]
+    made: dict[str, Any] = {
+        "queue": LinearQueue(**queue) if "free_steps" in queue else LogQueue(**queue),
+        "kv_derived": StaticFraction(**derived) if derived else None,
+        "workspace_by_hidden": frozenset(row["workspace_by_hidden"]),
     }
-)
+    return Backend(name=name, **(row | made))
+
+
+KV_TOLERANCE: float = table("backends")["kv_tolerance"]
+WORKSPACE_FAMILIES: frozenset[str] = frozenset(table("backends")["workspace_families"])
+BACKENDS = MappingProxyType({name: _backend(name, row) for name, row in table("backends")["backends"].items()})
 
 
 def backend_named(name: str) -> Backend:

@@ -204,7 +204,7 @@ class MemoryModel:
             return given
         if self.backend.kv_derived is not None and not fixed:
             return self.backend.kv_derived(self.capacity, self.tp, self.pp, self.dp)
-        return next(value for prefix, value in self.backend.kv_fraction if self.version.startswith(prefix))
+        return next(value for prefix, value in self.backend.kv_fraction.items() if self.version.startswith(prefix))
 
     def kv_budget(
         self, fixed: F64, fraction: float, reserved: float | None = None, tolerance: float = KV_TOLERANCE

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from perfcast_engine.data import table
 from perfcast_engine.errors import InvalidField
 
 
@@ -23,49 +24,16 @@ class QuantMode:
         return self.bytes, self.compute
 
 
-def _modes(*rows: tuple[str, float, float, str]) -> Mapping[str, QuantMode]:
-    return MappingProxyType({row[0]: QuantMode(*row) for row in rows})
+def _modes(name: str) -> Mapping[str, QuantMode]:
+    return MappingProxyType({mode: QuantMode(mode, *row) for mode, row in table("quant")[name].items()})
 
 
-GEMM = _modes(
-    ("bfloat16", 2, 1, "bfloat16"),
-    ("int8_wo", 1, 1, "bfloat16"),
-    ("int4_wo", 0.5, 1, "bfloat16"),
-    ("fp8", 1, 2, "fp8"),
-    ("fp8_static", 1, 2, "fp8"),
-    ("sq", 1, 2, "int8"),
-    ("fp8_block", 1, 2, "fp8"),
-    ("fp8_ootb", 1, 2, "fp8"),
-    ("nvfp4", 0.5625, 4, "fp4"),
-    ("nvfp4_wo", 0.5625, 1, "bfloat16"),
-    ("w4a16_nvfp4", 0.5625, 1, "bfloat16"),
-)
-MOE = _modes(
-    ("bfloat16", 2, 1, "bfloat16"),
-    ("fp8", 1, 2, "fp8"),
-    ("int4_wo", 0.5, 1, "bfloat16"),
-    ("fp8_block", 1, 2, "fp8"),
-    ("w4afp8", 0.5, 2, "fp8"),
-    ("nvfp4", 0.5625, 4, "fp4"),
-    ("nvfp4_wo", 0.5625, 1, "bfloat16"),
-    ("w4a16_mxfp4", 0.5, 1, "bfloat16"),
-    ("w4a8_mxfp4_mxfp8", 0.5, 2, "fp8"),
-    ("w4a8_mxfp4_mxfp8_trtllm", 0.5, 2, "fp8"),
-    ("w4a16_mxfp4_cutlass", 0.5, 1, "bfloat16"),
-    ("w4a16_nvfp4", 0.5625, 1, "bfloat16"),
-)
-FMHA = _modes(
-    ("bfloat16", 2, 1, "bfloat16"),
-    ("fp8", 1, 2, "fp8"),
-    ("fp8_block", 1, 2, "fp8"),
-)
-KV_CACHE = _modes(("bfloat16", 2, 1, "bfloat16"), ("int8", 1, 1, "bfloat16"), ("fp8", 1, 1, "fp8"))
-COMM = _modes(("half", 2, 1, "bfloat16"), ("int8", 1, 1, "bfloat16"), ("fp8", 1, 1, "bfloat16"))
+GEMM, MOE, FMHA, KV_CACHE, COMM = map(_modes, ("gemm", "moe", "fmha", "kv_cache", "comm"))
 
 
-def mode(table: Mapping[str, QuantMode], name: str, field: str) -> QuantMode:
+def mode(modes: Mapping[str, QuantMode], name: str, field: str) -> QuantMode:
     """The mode called ``name`` of one of the tables above; InvalidField names the legal ones."""
     try:
-        return table[name]
+        return modes[name]
     except KeyError:
-        raise InvalidField(field, f"unknown mode {name!r}; one of {', '.join(table)}", why="quant_mode") from None
+        raise InvalidField(field, f"unknown mode {name!r}; one of {', '.join(modes)}", why="quant_mode") from None

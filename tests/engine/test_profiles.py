@@ -1,5 +1,5 @@
 import pytest
-from perfcast_engine.backends import BACKENDS, StaticFraction, backend_named
+from perfcast_engine.backends import BACKENDS, backend_named
 from perfcast_engine.errors import InvalidField, UnknownName
 from perfcast_engine.profiles import CORRECTED, REFERENCE, SWITCHES, profile_named
 
@@ -33,7 +33,7 @@ def test_the_default_profile_is_corrected_and_unknown_names_are_refused():
     ],
 )
 def test_derived_static_fraction(gib_bytes, tp, dp, fraction):
-    assert StaticFraction()(gib_bytes, tp, 1, dp) == fraction
+    assert BACKENDS["sglang"].kv_derived(gib_bytes, tp, 1, dp) == fraction
 
 
 def test_backends_are_known_by_name():
