@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from perfcast_engine.data import table
 from perfcast_engine.errors import InvalidField, UnknownName
-from perfcast_engine.models.architectures import ARCHITECTURES
 from perfcast_engine.models.config_json import from_directory, from_json, from_text
 from perfcast_engine.models.registry import Registry
 
@@ -184,7 +184,7 @@ def test_patterns_must_cover_the_layers():
         from_json(gemma | {"layer_types": ["odd"] * 20})
 
 
-@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("arch", sorted(table("models/architectures")))
 def test_no_architecture_crashes_on_the_bare_minimum_or_on_nonsense(arch):
     """Every reader either answers or names what it misses, whatever stands in the fields that it reads."""
     for value in (None, -1, 0, 1, 2**31, 10**5000, "x", [], [1], [[]], {}, {"x": [None]}, 1.5, True):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from perfcast_engine.errors import InvalidField, Reason, UnknownName
-from perfcast_engine.models.architectures import ARCHITECTURES
+from perfcast_engine.errors import InvalidField
+from perfcast_engine.models.architectures import architecture, figures
 from perfcast_engine.models.config_reader import MAX_LAYERS, Reader, check_size
 from perfcast_engine.models.quant_facts import quant_facts
 from perfcast_engine.models.spec import ModelSpec, from_record
@@ -71,25 +71,18 @@ def record(config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None, id: st
     names = top.strings("architectures")
     if not names:
         raise InvalidField("config.json.architectures", "is missing", why="config_field")
-    arch = ARCHITECTURES.get(names[0])
-    if arch is None:
-        raise UnknownName("architecture", names[0], ARCHITECTURES, Reason.UNKNOWN_MODEL)
-    body = top.object("text_config") if arch.wrapped and top.get("text_config") is not None else top
-    x: dict[str, Any] = {}
-    out = {"id": id, "family": arch.family, "arch": names[0]} | _common(
-        body, per_block=top.get("block_configs") is not None
-    )
-    for target, (source, default) in arch.integers.items():
-        x[target] = body.integer(source, default=default)
-    if arch.extras is not None:
-        arch.extras(x, body, top, out["layers"])
-    if arch.qk_norm:
+    arch = architecture(names[0])
+    body = top.object("text_config") if arch.get("wrapped") and top.get("text_config") is not None else top
+    common = _common(body, per_block=top.get("block_configs") is not None)
+    out = {"id": id, "family": arch["family"], "arch": names[0], **common}
+    x = figures(arch, body, top, out["layers"])
+    if arch.get("qk_norm"):
         out["qk_norm"] = True
     mtp = body.integer("num_nextn_predict_layers", default=0)
     if mtp:
         out["mtp_layers"] = mtp
-    out["moe"] = _moe(body, arch.family, out["layers"], x)
-    out |= quant_facts(top, body, Reader(hf_quant or {}, "hf_quant_config.json"), arch.family)
+    out["moe"] = _moe(body, arch["family"], out["layers"], x)
+    out |= quant_facts(top, body, Reader(hf_quant or {}, "hf_quant_config.json"), arch["family"])
     out["x"] = {name: value for name, value in x.items() if value not in (0, "", False, None, [])}
     return out
 
