@@ -1,17 +1,16 @@
-"""Scattered sites: curves over tokens, one a measured weight shape, and shapes between them (spec/02 section 4)."""
+"""Curves at scattered sites, and what they say between sites (spec/02 section 4, spec/04 section 10.3)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64, Mask
-from perfcast_engine.interp.grid import Ints, Sol
+from perfcast_engine.interp.grid import Ints
 from perfcast_engine.interp.hold import TINY
 
 NEIGHBOURS = 4
@@ -21,149 +20,182 @@ TAIL = 3  # points whose median utilisation holds beyond a curve's end
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Latency over m of one site, m ascending. ``sol``: roofline in ms of m at the site's shape."""
+    """Latency over x of one site, x ascending. ``sol``: roofline in ms of x at the site."""
 
-    m: F64
+    x: F64
     ms: F64
-    sol: Sol
+    sol: Callable[[F64], F64]
 
-    def at(self, m: F64) -> F64:
+    def at(self, x: F64) -> F64:
         """Linear between measured points, held at the utilisation of the nearest end; NaN where that has none."""
-        value = np.interp(m, self.m, self.ms)
-        below, above = m < self.m[0], m > self.m[-1]
+        value = np.interp(x, self.x, self.ms)
+        below, above = x < self.x[0], x > self.x[-1]
         outside = below | above
         if outside.any():
-            util = np.where(below, self.low_util, self.high_util)[outside]
-            value[outside] = self.sol(m[outside]) / util
+            util = np.where(below, self._low_util, self._high_util)[outside]
+            value[outside] = self.sol(x[outside]) / util
         return value
 
     @cached_property
-    def low_util(self) -> float:
+    def _low_util(self) -> float:
         return self._util(slice(None, TAIL))
 
     @cached_property
-    def high_util(self) -> float:
+    def _high_util(self) -> float:
         return self._util(slice(-TAIL, None))
 
     def _util(self, part: slice) -> float:
-        ms, sol = self.ms[part], self.sol(self.m[part])
+        ms, sol = self.ms[part], self.sol(self.x[part])
         usable = (ms > 0) & (sol > 0)
         return float(np.median(sol[usable] / ms[usable])) if usable.any() else math.nan
 
 
 @dataclass(frozen=True, eq=False)
-class Sites:
-    """The measured shapes of one table. n, k, rank: (S,), rank breaks ties of distance; start: (S + 1,) rows of each
-    site in m and ms; ``sol(m, n, k)``: roofline in ms."""
+class Curves:
+    """Measured curves. sites: (S, A) distinct, in the order that breaks ties of distance; begin, end: (S,) rows of each
+    site; x ascending within a site, ms (N,)."""
 
-    n: Ints
-    k: Ints
-    rank: Ints
-    start: Ints
-    m: F64
+    sites: F64
+    begin: Ints
+    end: Ints
+    x: F64
     ms: F64
-    sol: Sol
 
     @classmethod
-    def of(cls, m: Ints, n: Ints, k: Ints, ms: F64, rank_of: dict[tuple[int, int], int], sol: Sol) -> Sites:
-        """From the rows of a table in any order; sites that ``rank_of`` does not list tie by shape."""
-        order = np.lexsort((m, k, n))
-        m, n, k, ms = m[order], n[order], k[order], ms[order]
-        fresh = np.ones(len(m) + 1, np.bool_)
-        fresh[1:-1] = (n[1:] != n[:-1]) | (k[1:] != k[:-1])
+    def of(
+        cls, site: Sequence[F64], x: F64, ms: F64, ranks: Mapping[tuple[float, ...], int] | None = None
+    ) -> Curves | None:
+        """From rows in any order, ``site`` by axis; None without rows. Sites are listed by ``ranks``, equal and missing
+        ones ascending."""
+        if not len(x):
+            return None
+        order = np.lexsort((x, *site[::-1]))
+        columns, x, ms = np.stack(site, axis=1)[order], x[order], ms[order]
+        fresh = np.ones(len(x) + 1, np.bool_)
+        fresh[1:-1] = (columns[1:] != columns[:-1]).any(axis=1)
         start = np.flatnonzero(fresh)
-        n, k = n[start[:-1]], k[start[:-1]]
-        rank = np.array([rank_of.get(site, 0) for site in zip(n.tolist(), k.tolist(), strict=True)])
-        return cls(n, k, rank, start, m.astype(np.float64), ms, sol)
+        sites = columns[start[:-1]]
+        ranked = [(ranks or {}).get(tuple(each), 0) for each in sites.tolist()]
+        listed = np.argsort(ranked, kind="stable")
+        return cls(sites[listed], start[:-1][listed], start[1:][listed], x, ms)
 
     @cached_property
-    def logs(self) -> tuple[F64, F64]:
-        return _log2(self.n.tolist()), _log2(self.k.tolist())
+    def first(self) -> F64:
+        return self.x[self.begin]
 
     @cached_property
-    def span(self) -> tuple[F64, F64]:
-        """First and last m of each site."""
-        return self.m[self.start[:-1]], self.m[self.start[1:] - 1]
+    def last(self) -> F64:
+        return self.x[self.end - 1]
 
-    def curve(self, site: int) -> Curve:
-        rows = slice(self.start[site], self.start[site + 1])
-        n, k = float(self.n[site]), float(self.k[site])
-        return Curve(self.m[rows], self.ms[rows], lambda m: self.sol(m, n, k))
+    def find(self, site: F64) -> Ints:
+        """The index of each of ``site`` (Q, A); -1 for one that was not measured."""
+        same = (self.sites == site[:, None]).all(axis=2)
+        return np.where(same.any(axis=1), same.argmax(axis=1), -1)
 
-    def shape(self, n: int, k: int) -> Curve | Between:
-        """What answers for an (n, k) weight: its own curve where it was measured, else its neighbours."""
-        own = np.flatnonzero((self.n == n) & (self.k == k))
-        return self.curve(int(own[0])) if len(own) else Between(self, n, k)
+    def rows(self, site: int) -> slice:
+        return slice(self.begin[site], self.end[site])
+
+    def covers(self, site: Ints, x: F64) -> Mask:
+        """Whether each site (index) was measured around x."""
+        return (site >= 0) & (self.first[site] <= x) & (x <= self.last[site])
 
 
 @dataclass(frozen=True, eq=False)
-class Between:
-    """A shape that was not measured: its roofline at the mean utilisation of the nearest sites that span m."""
+class Sites:
+    """Curves with their roofline: ``sol(x, *site)``, ms; NaN where there is none."""
 
-    sites: Sites
-    n: int
-    k: int
-    _near: dict[bytes, list[tuple[float, Curve]]] = field(default_factory=dict, repr=False)
+    curves: Curves
+    sol: Callable[..., F64]
 
-    def at(self, m: F64) -> F64:
-        """ms at each m; NaN where no site is near enough."""
-        first, last = self.sites.span
+    def shape(self, x: F64, *site: float) -> F64:
+        """ms at each x of one site: its own curve where it was measured, else what its neighbours say."""
+        asked = np.array([site])
+        own = self.curves.find(asked)
+        if own[0] >= 0:
+            return self._curves[int(own[0])].at(x)
+        # which sites span x changes only at the ends of curves
         edges = self._edges
-        # which sites span m changes only at the ends of curves
-        stretch = np.searchsorted(edges, m, "left") + np.searchsorted(edges, m, "right")
-        out = np.empty(len(m))
+        stretch = np.searchsorted(edges, x, "left") + np.searchsorted(edges, x, "right")
+        ms = np.empty(len(x))
         for which in np.unique(stretch):
             here = stretch == which
-            probe = m[here][0]
-            spans = (first <= probe) & (probe <= last)
-            out[here] = self._mean(m[here], spans if spans.any() else np.ones(len(first), np.bool_))
-        return out
+            near, weight = self._neighbours(asked, x[here][:1], own)
+            ms[here] = self._mean(near[0], weight[0], x[here], site)
+        return ms
 
-    def _mean(self, m: F64, candidates: Mask) -> F64:
-        key = candidates.tobytes()
-        if key not in self._near:
-            self._near[key] = list(self._neighbours(candidates))
-        mass, total = np.zeros(len(m)), np.zeros(len(m))
-        for weight, curve in self._near[key]:
-            ms, sol = curve.at(m), curve.sol(m)
-            usable = np.isfinite(ms) & np.isfinite(sol) & (ms > 0) & (sol > 0)
-            mass += np.where(usable, weight, 0.0)
-            total += np.where(usable, weight * (sol / np.where(usable, ms, 1.0)), 0.0)
-        here = self.sites.sol(m, float(self.n), float(self.k))
-        usable = (mass > 0) & (here > 0)
-        return np.where(usable, here, np.nan) / np.where(usable, total / np.where(usable, mass, 1.0), 1.0)
+    def on(self, site: Ints, x: F64) -> F64:
+        """Each x on the curve of each site (index), or of one."""
+        if site.ndim == 0:
+            return self._curves[int(site)].at(x)
+        ms = np.empty(len(x))
+        for index in np.unique(site):
+            here = site == index
+            ms[here] = self._curves[index].at(x[here])
+        return ms
+
+    def between(self, site: F64, x: F64, own: Ints) -> F64:
+        """ms at each site (Q, A) and x by the neighbours other than ``own`` (index, -1: none)."""
+        near, weight = self._neighbours(site, x, own)
+        return self._mean(near.T, weight.T, x, site.T)
+
+    @cached_property
+    def _curves(self) -> list[Curve]:
+        curves = self.curves
+
+        def curve(index: int) -> Curve:
+            rows, site = curves.rows(index), curves.sites[index].tolist()
+            return Curve(curves.x[rows], curves.ms[rows], lambda x: self.sol(x, *site))
+
+        return [curve(index) for index in range(len(curves.sites))]
 
     @cached_property
     def _edges(self) -> F64:
-        first, last = self.sites.span
-        return np.unique(np.concatenate([first, last]))
+        edges: F64 = np.unique(np.concatenate([self.curves.first, self.curves.last]))
+        return edges
 
     @cached_property
-    def _distance(self) -> tuple[F64, F64, F64]:
-        """In octaves to every site: along n, along k, in all."""
-        log_n, log_k = self.sites.logs
-        dn, dk = log_n - _log2([self.n]), log_k - _log2([self.k])
-        return np.abs(dn), np.abs(dk), np.sqrt(dn * dn + dk * dk)
+    def _logs(self) -> F64:
+        return _log2(self.curves.sites)
 
-    def _neighbours(self, candidates: Mask) -> Iterable[tuple[float, Curve]]:
-        distance = self._distance[2]
-        near = candidates & (distance <= GATE)
-        if not near.any():
-            near = self._beyond_one_axis(candidates)
-        index = np.flatnonzero(near)
-        for site in index[np.lexsort((self.sites.rank[index], distance[index]))][:NEIGHBOURS]:
-            yield float(1 / (distance[site] * distance[site] + TINY)), self.sites.curve(int(site))
+    def _neighbours(self, site: F64, x: F64, own: Ints) -> tuple[Ints, F64]:
+        """The nearest sites of each site and x, and their weights, both (Q, <= NEIGHBOURS); weight 0 for none."""
+        curves = self.curves
+        others: Mask = np.arange(len(curves.sites)) != own[:, None]
+        spans: Mask = (curves.first <= x[:, None]) & (x[:, None] <= curves.last) & others
+        candidates = np.where(spans.any(axis=1, keepdims=True), spans, others)
+        octaves = np.abs(self._logs - _log2(site)[:, None])
+        distance: F64 = np.sqrt((octaves * octaves).sum(axis=2))
+        near: Mask = candidates & (distance <= GATE)
+        lone = np.flatnonzero(~near.any(axis=1))
+        if len(lone):
+            near[lone] = self._beyond(site[lone], candidates[lone], octaves[lone])
+        chosen = np.argsort(np.where(near, distance, np.inf), axis=1, kind="stable")[:, :NEIGHBOURS]
+        distance = np.take_along_axis(distance, chosen, axis=1)
+        return chosen, np.where(np.take_along_axis(near, chosen, axis=1), 1 / (distance * distance + TINY), 0.0)
 
-    def _beyond_one_axis(self, candidates: Mask) -> NDArray[np.bool_]:
-        """Candidates near on one axis when the shape is larger than all of them on the other one alone."""
-        nothing = np.zeros(len(candidates), np.bool_)
-        n, k = self.sites.n[candidates], self.sites.k[candidates]
-        if self.n < n.min() or self.k < k.min() or (self.n > n.max()) == (self.k > k.max()):
-            return nothing
-        other = self._distance[1] if self.n > n.max() else self._distance[0]
-        return candidates & (other <= GATE)
+    def _beyond(self, site: F64, candidates: Mask, octaves: F64) -> Mask:
+        """Sites that a query beyond the largest of them on exactly one axis may lean on, near on the other axes."""
+        low = np.where(candidates[:, :, None], self.curves.sites, np.inf).min(axis=1)
+        high = np.where(candidates[:, :, None], self.curves.sites, -np.inf).max(axis=1)
+        over = site > high
+        allowed = (over.sum(axis=1) == 1) & ~(site < low).any(axis=1)
+        near: Mask = ((octaves <= GATE) | over[:, None]).all(axis=2)
+        leans: Mask = candidates & allowed[:, None] & near
+        return leans
+
+    def _mean(self, near: Ints, weight: F64, x: F64, site: Sequence[float] | F64) -> F64:
+        """The roofline at the mean utilisation of neighbours (<= NEIGHBOURS[, Q]); NaN where they have none."""
+        mass, total = np.zeros(len(x)), np.zeros(len(x))
+        for index, w in zip(near, weight, strict=True):
+            ms, sol = self.on(index, x), self.sol(x, *self.curves.sites[index].T)
+            usable = (w > 0) & np.isfinite(ms) & np.isfinite(sol) & (ms > 0) & (sol > 0)
+            mass += np.where(usable, w, 0.0)
+            total += np.where(usable, w * (np.where(usable, sol, 0.0) / np.where(usable, ms, 1.0)), 0.0)
+        here = self.sol(x, *site)
+        known = (mass > 0) & (here > 0)
+        return np.where(known, here, np.nan) / np.where(known, total / np.where(mass > 0, mass, 1.0), 1.0)
 
 
-def _log2(values: Iterable[float]) -> F64:
+def _log2(sites: F64) -> F64:
     # math.log2, not np.log2: mirrored ratios must give equal bits for ties to be ties
-    return np.array([math.log2(max(value, TINY)) for value in values])
+    return np.array([[math.log2(max(value, TINY)) for value in site] for site in sites.tolist()])

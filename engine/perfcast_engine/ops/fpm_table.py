@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer, Mask, Points, Source
+from perfcast_engine.answer import F64, Answer, Mask, Points, Source, total
 from perfcast_engine.errors import EngineError, PerfDataMissing
 from perfcast_engine.interp.passes import PassSurface
 from perfcast_engine.ops.attention import ContextAttention, GenerationAttention
@@ -45,7 +44,7 @@ class FpmForward(Op):
     table: PassTable
     ops: tuple[Op, ...]
 
-    reads: ClassVar[Reads] = Reads.SEQUENCE
+    reads = Reads.SEQUENCE
 
     def weight_bytes(self) -> float:
         return sum(op.weight_bytes() for op in self.ops)
@@ -57,7 +56,7 @@ class FpmForward(Op):
 
     def at_totals(self, db: Database, batch: F64, tokens: F64, kv: F64) -> Answer:
         """``batch`` requests with, in all, ``tokens`` new tokens (prefill) over ``kv`` tokens of cache."""
-        ms = self._at(db, batch[:, None], kv) if self.phase == "decode" else self._prefill(db, batch, tokens, kv)
+        ms = self._at(db, kv, batch) if self.phase == "decode" else self._prefill(db, batch, tokens, kv)
         ms = np.where(ms > 0, ms, np.nan)
 
         def miss(gone: Mask) -> EngineError:
@@ -84,32 +83,25 @@ class FpmForward(Op):
                 )
                 factor[corrected] = np.minimum(1.0, true / clamped)
                 used = np.where(np.isnan(factor), batch, used)
-        return self._at(db, np.stack([used, kv], axis=1), tokens) * np.where(np.isnan(factor), 1.0, factor)
+        return self._at(db, tokens, used, kv) * np.where(np.isnan(factor), 1.0, factor)
 
-    def _at(self, db: Database, site: F64, x: F64) -> F64:
+    def _at(self, db: Database, x: F64, *site: F64) -> F64:
         curves = self.table.prefill if self.phase == "prefill" else self.table.decode
         if curves is None:
             return np.full(len(x), np.nan)
-        surface = db.kept(("passes", curves, self.ops), lambda: PassSurface(curves, self._sol(db)))
-        return surface.at(site, x)
 
-    def _sol(self, db: Database) -> Callable[[F64, F64], F64]:
-        if self.phase == "prefill":
-            return lambda site, tokens: self._roofline(db, site[:, 0], tokens, site[:, 1])
-        return lambda site, kv: self._roofline(db, site[:, 0], np.zeros(len(kv)), kv)
+        def sol(x: F64, batch: F64 | float, kv: F64 | float = 0.0) -> F64:
+            return self._roofline(db, batch + 0 * x, *((x, kv) if self.phase == "prefill" else (0 * x, x)))
 
-    def _roofline(self, db: Database, batch: F64, tokens: F64, kv: F64) -> F64:
+        return db.kept(("passes", curves, self.ops), lambda: PassSurface(curves, sol)).at(x, *site)
+
+    def _roofline(self, db: Database, batch: F64, tokens: F64, kv: F64 | float) -> F64:
         """ms of the operators at the mean request, whose lengths need not be whole; NaN where they have no roofline."""
         if not all(isinstance(op, ROOFLINES) for op in self.ops):
             return np.full(len(batch), np.nan)
-        prefill = self.phase == "prefill"
-        if prefill:
+        at = Points.of(batch, np.maximum(kv / batch, 1), 0, batch)
+        if self.phase == "prefill":
             at = Points.of(batch, np.maximum(tokens / batch, 1), kv / batch, tokens)
-        else:
-            at = Points.of(batch, np.maximum(kv / batch, 1), 0, batch)
-        by_request = at.with_(x=at.batch)
-        ms = np.zeros(len(batch))
-        for op in self.ops:
-            answer = op.evaluate(db.in_mode(Mode.SOL), by_request if prefill and op.role is Role.LOGITS else at)
-            ms += answer.ms
-        return ms
+        by_request, sol = at.with_(x=at.batch), db.in_mode(Mode.SOL)
+        answers = (op.evaluate(sol, by_request if op.role is Role.LOGITS else at) for op in self.ops)
+        return total(answers, len(at)).ms

@@ -13,7 +13,7 @@ from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source, Tier, or_else
 from perfcast_engine.errors import PerfDataMissing
 from perfcast_engine.interp.grid import Ints
-from perfcast_engine.interp.sites import GATE, Sites
+from perfcast_engine.interp.sites import GATE, Curves, Sites
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import LogSpace, UtilGrid
 from perfcast_engine.ops.base import Op, Split, split_tokens
@@ -96,8 +96,8 @@ class Gemm(Op):
             return self._roofline(db, at.x).time
 
         def silicon(at: Points) -> Answer:
-            shape = db.kept(("gemm shape", mode, self.n, self.k), lambda: _sites(db, mode).shape(self.n, self.k))
-            return Answer.of(shape.at(at.x), Source.SILICON, miss=lambda _: self._nothing_near(mode))
+            ms = _sites(db, mode).shape(at.x, float(self.n), float(self.k))
+            return Answer.of(ms, Source.SILICON, miss=lambda _: self._nothing_near(mode))
 
         def empirical(at: Points) -> Answer:
             basis = db.kept(("gemm basis", mode), lambda: _basis(db, mode))
@@ -149,12 +149,15 @@ def _sites(db: Database, mode: QuantMode) -> Sites:
         rows = _rows(db, mode)
         if rows is None:
             raise no_slice(db.table("gemm"), (mode.name,))
-        return Sites.of(*rows, _ranks(db, mode), lambda m, n, k: roofline(db.system, mode, m, n, k).time)
+        m, n, k = rows.floats
+        curves = Curves.of([n, k], m, rows.ms, _ranks(db, mode))
+        assert curves is not None, "a slice has rows"
+        return Sites(curves, lambda m, n, k: roofline(db.system, mode, m, n, k).time)
 
     return db.kept(("gemm sites", mode), build)
 
 
-def _ranks(db: Database, mode: QuantMode) -> dict[tuple[int, int], int]:
+def _ranks(db: Database, mode: QuantMode) -> dict[tuple[float, ...], int]:
     table = db.find("gemm_sites")
     rows = None if table is None else table.rows(mode.name)
     if table is None or rows is None:

@@ -17,7 +17,7 @@ from perfcast_systems.passes import IDENTITY, PassTableError, read_passes
 
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import DataCorrupt, PerfDataMissing
-from perfcast_engine.interp.passes import PassCurves
+from perfcast_engine.interp.sites import Curves
 from perfcast_engine.tables.database import Database
 
 SPELLINGS = {("attention_backend", "flashinfer"): "auto"}  # what the engine chooses by itself
@@ -29,8 +29,8 @@ FLAT_SAMPLES = 3
 class PassTable:
     """The measured passes of one cell; a phase without rows is None."""
 
-    prefill: PassCurves | None
-    decode: PassCurves | None
+    prefill: Curves | None
+    decode: Curves | None
 
     @classmethod
     def read(cls, folder: Path, db: Database, identity: Mapping[str, Any], repair: bool = True) -> PassTable:
@@ -67,8 +67,8 @@ class PassTable:
         if repair and regime is not None:
             ms[decode] = _repaired(batch[decode], kv[decode], ms[decode], np.asarray(regime, object)[mine][decode])
         return cls(
-            PassCurves.of(np.stack([batch, kv], axis=1)[prefill], tokens[prefill], ms[prefill]),
-            PassCurves.of(batch[decode][:, None], kv[decode], ms[decode]),
+            Curves.of([batch[prefill], kv[prefill]], tokens[prefill], ms[prefill]),
+            Curves.of([batch[decode]], kv[decode], ms[decode]),
         )
 
     @cached_property
