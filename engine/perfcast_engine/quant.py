@@ -12,12 +12,14 @@ from perfcast_engine.errors import InvalidField
 
 @dataclass(frozen=True, slots=True)
 class QuantMode:
-    """One quantisation mode. ``bytes`` per element, ``compute`` relative to bfloat16, ``rate`` names the peak rate."""
+    """One quantisation mode. ``bytes`` per element, ``compute`` relative to bfloat16, ``rate`` names the peak rate;
+    ``efficiency``: share of the roofline that its kernels reach, for estimates that borrow from another mode."""
 
     name: str
     bytes: float
     compute: float = 1.0
     rate: str = "bfloat16"
+    efficiency: float = 1.0
 
     @property
     def profile(self) -> tuple[float, float]:

@@ -62,13 +62,9 @@ class Curves:
     ms: F64
 
     @classmethod
-    def of(
-        cls, site: Sequence[F64], x: F64, ms: F64, ranks: Mapping[tuple[float, ...], int] | None = None
-    ) -> Curves | None:
-        """From rows in any order, ``site`` by axis; None without rows. Sites are listed by ``ranks``, equal and missing
+    def of(cls, site: Sequence[F64], x: F64, ms: F64, ranks: Mapping[tuple[float, ...], int] | None = None) -> Curves:
+        """From N > 0 rows in any order, ``site`` by axis. Sites are listed by ``ranks``, equal and missing
         ones ascending."""
-        if not len(x):
-            return None
         order = np.lexsort((x, *site[::-1]))
         columns, x, ms = np.stack(site, axis=1)[order], x[order], ms[order]
         fresh = np.ones(len(x) + 1, np.bool_)

@@ -19,6 +19,7 @@ from perfcast_engine.ops.composite import Fallback, Overlap
 from perfcast_engine.ops.dsa import DsaContext, DsaGeneration
 from perfcast_engine.ops.dsv4 import Dsv4Context, Dsv4Generation
 from perfcast_engine.ops.gemm import Gemm
+from perfcast_engine.ops.large_ep import MegaMoe, MoeExperts
 from perfcast_engine.ops.memory_bound import Elementwise, Embedding
 from perfcast_engine.ops.mhc import Mhc
 from perfcast_engine.ops.mla import (
@@ -30,7 +31,7 @@ from perfcast_engine.ops.mla import (
     WideEpContextMla,
     WideEpGenerationMla,
 )
-from perfcast_engine.ops.moe import MegaMoe, Moe, MoeExperts
+from perfcast_engine.ops.moe import Moe
 from perfcast_engine.ops.moe_dispatch import MoeDispatch
 from perfcast_engine.ops.msa import MsaContext, MsaGeneration
 from perfcast_engine.ops.state_space import Gdn, Kda, Mamba2

@@ -9,13 +9,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer, Points, Source, or_else
-from perfcast_engine.errors import InvalidField, PerfDataMissing
+from perfcast_engine.answer import F64, Answer, Points, Source
+from perfcast_engine.errors import InvalidField
 from perfcast_engine.interp.grid import Grid
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.ops.base import Op
-from perfcast_engine.ops.measured import Slice, no_basis, no_slice
-from perfcast_engine.tables.database import Database, Mode
+from perfcast_engine.ops.measured import Slice, measured_only, no_slice
+from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key, Table
 
 CONTEXT, GENERATION = "context", "generation"
@@ -133,16 +133,10 @@ class MoeAllToAll(Op):
         if self.phase not in self.backend.steps:
             steps = ", ".join(self.backend.steps)
             raise InvalidField("phase", f"{self.comm_backend} has {steps}, not {self.phase!r}", why="enum")
-        if not db.mode.shared:
-            raise no_basis(f"{self.name} (an all-to-all is known from measurements only)")
+        if db.mode.shared:
+            db.table(TABLE)
         at = at.with_(x=np.floor(at.x / max(self.attn_tp, 1)))
-
-        def nothing(at: Points) -> Answer:
-            raise no_basis(self.name)
-
-        if db.mode is Mode.HYBRID and db.find(TABLE) is not None:
-            return or_else(lambda at: self._measured(db, at.x), nothing, at, PerfDataMissing)
-        return self._measured(db, at.x)
+        return measured_only(db, at, lambda at: self._measured(db, at.x), self.name)
 
     def _measured(self, db: Database, tokens: F64) -> Answer:
         spread = self.measured_spread(db)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -58,18 +57,13 @@ class _Dense(Attention):
     positive = ("heads", "kv_heads", "head_dim", "cp")
 
     @property
-    @abstractmethod
-    def group(self) -> tuple[Key, ...]:
-        """The key between lane and head size."""
-
-    @property
     def grouped(self) -> int:
         """KV heads as tables key them: 0 where every query head has its own."""
         return 0 if self.kv_heads == self.heads else self.kv_heads
 
     @cached_property
     def shape(self) -> tuple[Hashable, ...]:
-        return self.lanes, *self.group, self.head_dim, self.window
+        return self.lanes, *self.named_key, self.head_dim, self.window
 
     def key(self, db: Database) -> tuple[Key, ...]:
         """Of the first of ``lanes`` that holds the slice, else of the table's first lane that does."""
@@ -81,7 +75,7 @@ class _Dense(Attention):
         return self._key(lane)
 
     def _key(self, lane: Key) -> tuple[Key, ...]:
-        return lane, *self.group, self.head_dim, self.window
+        return lane, *self.named_key, self.head_dim, self.window
 
     def _at(self, table: Table, lane: Key) -> bool:
         return table.rows(*self._key(lane)) is not None
@@ -106,7 +100,7 @@ class _Dense(Attention):
         if table is None:
             return None
         for lane in (*self.lanes, *sorted(_others(table, self.lanes))):
-            sizes = [int(size) for size in table.children(lane, *self.group) if size != 0]
+            sizes = [int(size) for size in table.children(lane, *self.named_key) if size != 0]
             if not sizes:
                 continue
             near = min(sizes, key=lambda size: abs(math.log(size / self.head_dim)))
@@ -134,7 +128,7 @@ class ContextAttention(_Dense, Prefill):
 
     qk_norm: bool = False
 
-    table = "context_attention"
+    table, keyed_by = "context_attention", ("fmha_quant", "kv_quant", "grouped")
 
     @property
     def group(self) -> tuple[Key, ...]:
@@ -182,7 +176,7 @@ class ContextAttention(_Dense, Prefill):
 class GenerationAttention(_Dense, Generation):
     """Attention of one new token per request over its cache, the mean over lengths around the asked one."""
 
-    table = "generation_attention"
+    table, keyed_by = "generation_attention", ("kv_quant", "grouped")
     clamp = True
 
     @property
@@ -264,7 +258,7 @@ class EncoderAttention(Attention):
     partial_rotary: float = 0.0
 
     positive = ("heads", "head_dim")
-    table = "encoder_attention"
+    table, keyed_by = "encoder_attention", ("fmha_quant", "head_dim")
     sqrt_axis = 1
 
     def __post_init__(self) -> None:
@@ -274,9 +268,6 @@ class EncoderAttention(Attention):
 
     def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
         return (quant.FMHA[self.fmha_quant],)
-
-    def key(self, db: Database) -> tuple[Key, ...]:
-        return self.fmha_quant, self.head_dim
 
     def coords(self, at: Points) -> Query:
         return at.s, at.batch

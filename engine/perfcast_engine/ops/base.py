@@ -19,6 +19,7 @@ from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import InvalidField, SolNotDefined
 from perfcast_engine.quant import QuantMode
 from perfcast_engine.tables.database import Database, Mode
+from perfcast_engine.tables.table import Key
 
 
 class Reads(Enum):
@@ -80,6 +81,7 @@ class Op(ABC):
     positive: ClassVar[tuple[str, ...]] = ()
     quants: ClassVar[Mapping[str, QuantMode]] = quant.GEMM
     beside_shape: ClassVar[frozenset[str]] = frozenset({"name", "scale", "role"})
+    keyed_by: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -97,6 +99,11 @@ class Op(ABC):
         """What tells operators of one kind apart that are measured or judged differently: all fields but those named
         in ``beside_shape``."""
         return tuple(getattr(self, field.name) for field in fields(self) if field.name not in self.beside_shape)
+
+    @property
+    def named_key(self) -> tuple[Key, ...]:
+        """The part of a table's key that the fields named in ``keyed_by`` make."""
+        return tuple(getattr(self, name) for name in self.keyed_by)
 
     @abstractmethod
     def price(self, db: Database, at: Points) -> Answer:
@@ -140,6 +147,19 @@ class Op(ABC):
         return 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenOp(Op):
+    """An operator over tokens, of which a GPU has a part: floor by ``token_div``, then ceil by the context-parallel
+    ``seq_split`` (spec/02 section 6)."""
+
+    token_div: int = 1
+    seq_split: int = 1
+
+    def tokens(self, at: Points) -> F64:
+        """Tokens of one GPU."""
+        return np.ceil(np.floor(at.x / max(self.token_div, 1)) / max(self.seq_split, 1))
+
+
 def evaluate_all(ops: Sequence[Op], db: Database, at: Points) -> dict[str, Answer]:
     """Each operator's answer, equal names folded, in order of first appearance."""
     folded: dict[str, Answer] = {}
@@ -147,11 +167,6 @@ def evaluate_all(ops: Sequence[Op], db: Database, at: Points) -> dict[str, Answe
         answer = op.evaluate(db, at)
         folded[op.name] = folded[op.name] + answer if op.name in folded else answer
     return folded
-
-
-def split_tokens(x: F64, token_div: int, seq_split: int) -> F64:
-    """Tokens per GPU: floor by ``token_div``, then ceil by the context-parallel ``seq_split`` (spec/02 section 6)."""
-    return np.ceil(np.floor(x / max(token_div, 1)) / max(seq_split, 1))
 
 
 def rank_parts(at: Points, ranks: int) -> list[Points]:

@@ -141,10 +141,7 @@ class DsaContext(_Dsa):
     cp: int = 1
 
     context = True
-
-    @property
-    def head(self) -> tuple[Key, ...]:
-        return self.fmha_quant, self.kv_quant, self.gemm_quant, self.architecture
+    keyed_by = ("fmha_quant", "kv_quant", "gemm_quant", "architecture")
 
     @property
     def bucket(self) -> str:
@@ -194,10 +191,7 @@ class DsaGeneration(_Dsa):
     """Decode; all its rows are measured with ``fmha_quant`` bfloat16."""
 
     context = False
-
-    @property
-    def head(self) -> tuple[Key, ...]:
-        return self.kv_quant, self.gemm_quant, self.architecture
+    keyed_by = ("kv_quant", "gemm_quant", "architecture")
 
     def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
         gemm, _, index = super().computes(system)

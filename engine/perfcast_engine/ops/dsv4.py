@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,7 +14,7 @@ from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.ops.base import Op, Split
 from perfcast_engine.ops.indexer import all_gather, chunk_of, csa_delta, topk_excess
-from perfcast_engine.ops.measured import Coord, decode_quant, no_slice
+from perfcast_engine.ops.measured import Coord, decode_quant, nearest_below, no_slice
 from perfcast_engine.ops.sparse import BF16, FP8, SparseModule
 from perfcast_engine.quant import QuantMode
 from perfcast_engine.system import SystemSpec
@@ -64,22 +63,17 @@ class _Dsv4(SparseModule):
         return f"dsv4_{self.kind}_{self.phase}_module"
 
     @property
-    def head(self) -> tuple[Key, ...]:
-        """The key above the heads."""
-        return (self.fmha_quant, self.kv_quant, self.gemm_quant)[0 if self.context else 1 :]
-
-    @property
     def lead(self) -> tuple[float, ...]:
         return ()
 
     def key(self, db: Database) -> tuple[Key, ...]:
         """Of the nearest measured head counts: of the model, then of a GPU."""
         table = db.table(self.table)
-        if table.rows(*self.head) is None:
-            raise no_slice(table, self.head)
-        native = _measured_heads(table.children(*self.head), self.native_heads)
-        local = _measured_heads(table.children(*self.head, native), self.heads)
-        return *self.head, native, local, COMPRESSION[self.kind]
+        if table.rows(*self.named_key) is None:
+            raise no_slice(table, self.named_key)
+        native = nearest_below(table.children(*self.named_key), self.native_heads)
+        local = nearest_below(table.children(*self.named_key, native), self.heads)
+        return *self.named_key, native, local, COMPRESSION[self.kind]
 
     def attention(self, system: SystemSpec) -> QuantMode:
         """What attention computes in."""
@@ -150,6 +144,7 @@ class Dsv4Context(_Dsv4):
     cp: int = 1
 
     context = True
+    keyed_by = ("fmha_quant", "kv_quant", "gemm_quant")
 
     def roofline(self, system: SystemSpec, prefix: Coord, s: Coord, batch: Coord) -> Split:
         ratio, total = COMPRESSION[self.kind], prefix + s
@@ -185,6 +180,7 @@ class Dsv4Generation(_Dsv4):
     """Decode; attention computes as the cache allows, not in ``fmha_quant``."""
 
     context = False
+    keyed_by = ("kv_quant", "gemm_quant")
 
     def roofline(self, system: SystemSpec, batch: Coord, s: Coord) -> Split:
         length = np.maximum(s - 1, 0)
@@ -199,9 +195,3 @@ def _sum_of_floors(n: F64, ratio: int) -> F64:
     k = np.floor(n / ratio)
     total: F64 = ratio * k * (k - 1) / 2 + k * (n - k * ratio + 1)
     return total
-
-
-def _measured_heads(heads: Sequence[Key], wanted: int) -> int:
-    """The largest measured count that is not above ``wanted``, else the smallest."""
-    counts = [int(count) for count in heads]
-    return max((count for count in counts if count <= wanted), default=min(counts))

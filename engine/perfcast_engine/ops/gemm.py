@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source, Tier, or_else
 from perfcast_engine.errors import PerfDataMissing
-from perfcast_engine.interp.grid import Ints
 from perfcast_engine.interp.sites import GATE, Curves, Sites
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import LogSpace, UtilGrid
-from perfcast_engine.ops.base import Op, Split, split_tokens
-from perfcast_engine.ops.measured import Basis, Slice, by_mode, estimated, no_basis, no_slice
+from perfcast_engine.ops.base import Split, TokenOp
+from perfcast_engine.ops.measured import Basis, Slice, by_mode, estimated, no_basis
 from perfcast_engine.quant import QuantMode
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
-
-# How well kernels of a (bytes, compute) profile use the GPU, for borrowing across profiles (spec/02 section 9.3).
-EFFICIENCY: Mapping[tuple[float, float], float] = MappingProxyType(
-    {
-        (2.0, 1.0): 0.70,
-        (1.0, 1.0): 0.55,
-        (0.5625, 1.0): 0.45,
-        (0.5, 1.0): 0.45,
-        (1.0, 2.0): 0.45,
-        (0.5, 2.0): 0.35,
-        (1.0, 4.0): 0.30,
-        (0.5, 4.0): 0.30,
-        (0.5625, 4.0): 0.30,
-    }
-)
-USUAL_EFFICIENCY = 0.45
 
 
 def measured_as(name: str) -> str:
@@ -50,8 +30,8 @@ def roofline(system: SystemSpec, mode: QuantMode, m: F64, n: F64 | float, k: F64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemm(Op):
-    """x' tokens times an (n, k) weight. ``token_div`` and ``seq_split`` divide the tokens of the pass.
+class Gemm(TokenOp):
+    """x' tokens times an (n, k) weight.
 
     ``low_precision_input``: the activations arrive quantised (fp8_static saves the scaling pass); ``below_grid_sol``: a
     shape that no measured one is near answers with its roofline instead of a miss (SILICON only).
@@ -60,8 +40,6 @@ class Gemm(Op):
     n: int
     k: int
     quant: str
-    token_div: int = 1
-    seq_split: int = 1
     low_precision_input: bool = False
     below_grid_sol: bool = False
 
@@ -74,10 +52,10 @@ class Gemm(Op):
         return roofline(db.system, quant.GEMM[measured_as(self.quant)], m, float(self.n), float(self.k))
 
     def sol(self, db: Database, at: Points) -> Split:
-        return self._roofline(db, split_tokens(at.x, self.token_div, self.seq_split))
+        return self._roofline(db, self.tokens(at))
 
     def price(self, db: Database, at: Points) -> Answer:
-        at = at.with_(x=split_tokens(at.x, self.token_div, self.seq_split))
+        at = at.with_(x=self.tokens(at))
         db.system.rate(quant.GEMM[self.quant])
         product = self._product(db, at)
         if self.quant != "fp8_static":
@@ -103,7 +81,7 @@ class Gemm(Op):
             basis = db.kept(("gemm basis", mode), lambda: _basis(db, mode))
             return estimated(basis, (at.x, float(self.n), float(self.k)), sol(at), self.name)
 
-        if self.below_grid_sol and db.mode is Mode.SILICON and _is_known(db, mode):
+        if self.below_grid_sol and db.mode is Mode.SILICON and _slice(db, mode).find(db):
             return or_else(silicon, lambda at: Answer.of(sol(at), Source.SOL), at, PerfDataMissing)
         return by_mode(db, at, silicon=silicon, empirical=empirical, sol=sol)
 
@@ -113,46 +91,17 @@ class Gemm(Op):
         return PerfDataMissing(message, op=self.name, key=shape)
 
 
-def _is_known(db: Database, mode: QuantMode) -> bool:
-    table = db.find("gemm")
-    return table is not None and table.rows(mode.name) is not None
-
-
-class _Rows(NamedTuple):
-    """The measured products of one mode."""
-
-    m: Ints
-    n: Ints
-    k: Ints
-    ms: F64
-
-    @property
-    def floats(self) -> tuple[F64, F64, F64]:
-        return self.m.astype(np.float64), self.n.astype(np.float64), self.k.astype(np.float64)
-
-
-def _rows(db: Database, mode: QuantMode) -> _Rows | None:
-    """Latencies below the roofline are lifted to it where the system states the mode's rate."""
-    table = db.find("gemm")
-    rows = None if table is None else table.rows(mode.name)
-    if table is None or rows is None:
-        return None
-    m, n, k = (column[rows] for column in table.columns[1:])
-    measured = _Rows(m, n, k, table.ms[rows])
-    if not db.system.flops.get(mode.rate, 0.0) > 0:
-        return measured
-    return measured._replace(ms=np.maximum(measured.ms, roofline(db.system, mode, *measured.floats).time))
+def _slice(db: Database, mode: QuantMode) -> Slice:
+    """The measured products of one mode; latencies below the roofline are lifted to it where its rate is known."""
+    known = db.system.flops.get(mode.rate, 0.0) > 0
+    return Slice("gemm", (mode.name,), lambda m, n, k: roofline(db.system, mode, m, n, k).time, clamp=known)
 
 
 def _sites(db: Database, mode: QuantMode) -> Sites:
     def build() -> Sites:
-        rows = _rows(db, mode)
-        if rows is None:
-            raise no_slice(db.table("gemm"), (mode.name,))
-        m, n, k = rows.floats
-        curves = Curves.of([n, k], m, rows.ms, _ranks(db, mode))
-        assert curves is not None, "a slice has rows"
-        return Sites(curves, lambda m, n, k: roofline(db.system, mode, m, n, k).time)
+        surface = _slice(db, mode).surface(db)
+        m, n, k = surface.grid.floats
+        return Sites(Curves.of([n, k], m, surface.grid.ms, _ranks(db, mode)), surface.sol)
 
     return db.kept(("gemm sites", mode), build)
 
@@ -185,19 +134,16 @@ def _basis(db: Database, own: QuantMode) -> Basis:
         for mode in sorted(unlike, key=lambda mode: (abs(mode.compute - own.compute), abs(mode.bytes - own.bytes))):
             util = _util(db, mode, mode)
             if util is not None:
-                return Basis(util, Tier.XPROFILE, _efficiency(own) / _efficiency(mode))
+                return Basis(util, Tier.XPROFILE, own.efficiency / mode.efficiency)
     return Basis(None)
 
 
 def _util(db: Database, mode: QuantMode, judged_as: QuantMode) -> UtilGrid | None:
-    rows = _rows(db, mode)
-    if rows is None:
+    surface = _slice(db, mode).find(db)
+    if surface is None:
         return None
-    return UtilGrid.of(rows.floats, rows.ms, roofline(db.system, judged_as, *rows.floats).time)
-
-
-def _efficiency(mode: QuantMode) -> float:
-    return EFFICIENCY.get(mode.profile, USUAL_EFFICIENCY)
+    coords = surface.grid.floats
+    return UtilGrid.of(coords, surface.grid.ms, roofline(db.system, judged_as, *coords).time)
 
 
 # --- the quantise steps whose time an fp8_static product saves -------------------------------------------------------
@@ -218,7 +164,7 @@ def _compute_scale(db: Database, at: Points, k: int, what: str) -> Answer:
     def empirical(at: Points) -> Answer:
         surface = steps.find(db)
         if surface is None:
-            return Answer.none(len(at), no_basis(what))
+            raise no_basis(what)
         space = db.kept("computescale space", lambda: LogSpace.of(surface.grid.floats))
         query = at.x, float(k)
         near = space.nearest(query, 1, clip=False)[0][0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -50,6 +50,15 @@ def by_mode(
     if db.mode is Mode.SILICON:
         return silicon(at)
     return or_else(silicon, empirical, at, PerfDataMissing)
+
+
+def measured_only(db: Database, at: Points, price: Callable[[Points], Answer], what: str) -> Answer:
+    """``price`` of an operator that nothing but measurements tells of."""
+    if not db.mode.shared:
+        raise no_basis(f"{what} (known from measurements only)")
+    if db.mode is Mode.SILICON:
+        return price(at)
+    return or_else(price, lambda at: estimated(Basis(None), (), at.x, what), at, PerfDataMissing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +137,17 @@ def no_slice(table: Table, key: tuple[Key, ...]) -> PerfDataMissing:
 
 
 def estimated(basis: Basis, query: Query, sol: F64, what: str) -> Answer:
-    """Roofline / utilisation of the nearest samples at each query (spec/02 section 9); all points miss with
-    EmpiricalBasisMissing where there is no sample."""
+    """Roofline / utilisation of the nearest samples at each query (spec/02 section 9). EmpiricalBasisMissing where
+    there are none."""
     if basis.util is None:
-        return Answer.none(len(sol), no_basis(what))
+        raise no_basis(what)
     return Answer.of(sol / (basis.util.at(query) * basis.k), Source.EMPIRICAL, basis.tier)
+
+
+def nearest_below(sizes: Sequence[Key], wanted: int) -> int:
+    """The largest of the measured sizes that is not above ``wanted``, else the smallest."""
+    counts = [int(size) for size in sizes]
+    return max((count for count in counts if count <= wanted), default=min(counts))
 
 
 def no_basis(what: str) -> EmpiricalBasisMissing:
@@ -143,7 +158,7 @@ def no_basis(what: str) -> EmpiricalBasisMissing:
 class Attention(Op):
     """An attention kernel, or a block around one, measured as one unit over heads and the coordinates of its phase.
 
-    A kind tells where its rows stand (``table``, ``key``), at which coordinates (``coords``), what it computes in
+    A kind tells where its rows stand (``table``, ``keyed_by``), at which coordinates (``coords``), what it computes in
     (``computes``) and its roofline; the rest follows.
     """
 
@@ -168,9 +183,9 @@ class Attention(Op):
     def table(self) -> str:
         """The table of its rows."""
 
-    @abstractmethod
     def key(self, db: Database) -> tuple[Key, ...]:
         """The key of its rows. PerfDataMissing where it takes a search that finds none."""
+        return self.named_key
 
     @abstractmethod
     def coords(self, at: Points) -> Query:

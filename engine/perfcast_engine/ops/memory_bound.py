@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points
-from perfcast_engine.ops.base import Op, Split, memory_bound, split_tokens
+from perfcast_engine.ops.base import Split, TokenOp, memory_bound
 from perfcast_engine.tables.database import Database
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MemoryBound(Op):
-    seq_split: int = 1
-
+class _MemoryBound(TokenOp):
     @abstractmethod
     def moved_bytes(self, at: Points) -> F64:
         """Bytes read and written."""
@@ -31,10 +29,9 @@ class Elementwise(_MemoryBound):
     """Norms, activations, residuals: ``bytes_per_token`` read and written for each token."""
 
     bytes_per_token: float
-    token_div: int = 1
 
     def moved_bytes(self, at: Points) -> F64:
-        return split_tokens(at.x, self.token_div, self.seq_split) * self.bytes_per_token
+        return self.tokens(at) * self.bytes_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,4 +46,4 @@ class Embedding(_MemoryBound):
         return self.rows * self.dim * quant.GEMM[self.quant].bytes * self.scale
 
     def moved_bytes(self, at: Points) -> F64:
-        return split_tokens(at.x, 1, self.seq_split) * self.dim * quant.GEMM[self.quant].bytes
+        return self.tokens(at) * self.dim * quant.GEMM[self.quant].bytes

@@ -10,7 +10,7 @@ import numpy as np
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source, total
 from perfcast_engine.errors import InvalidField
-from perfcast_engine.ops.base import Op, split_tokens
+from perfcast_engine.ops.base import TokenOp
 from perfcast_engine.ops.measured import Slice
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
@@ -19,9 +19,9 @@ HALVES = {"pre": ("pre",), "post": ("post",), "both": ("pre", "post")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mhc(Op):
+class Mhc(TokenOp):
     """One operator covers both sites of a layer. half: before the sites, after them, or both; hc_mult: residual
-    streams; seq_split: context-parallel ranks."""
+    streams."""
 
     half: Literal["pre", "post", "both"]
     hc_mult: int
@@ -29,7 +29,6 @@ class Mhc(Op):
     architecture: str
     sinkhorn_iters: int = 20
     quant: str = "bfloat16"
-    seq_split: int = 1
 
     positive = ("hc_mult", "hidden")
 
@@ -49,7 +48,7 @@ class Mhc(Op):
 
     def price(self, db: Database, at: Points) -> Answer:
         db.system.rate(quant.GEMM[self.quant])
-        halves, tokens = HALVES[self.half], split_tokens(at.x, 1, self.seq_split)
+        halves, tokens = HALVES[self.half], self.tokens(at)
         if db.mode is Mode.SOL:
             return Answer.of(self.roofline(db.system, halves, tokens), Source.SOL)
         at, slices = at.with_(x=tokens), [self._slice(db.system, half) for half in halves]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,6 +20,7 @@ from perfcast_engine.ops.measured import (
     by_mode,
     decode_quant,
     estimated,
+    nearest_below,
 )
 from perfcast_engine.quant import FMHA, GEMM, KV_CACHE, QuantMode
 from perfcast_engine.system import SystemSpec
@@ -41,9 +41,7 @@ class ContextMla(Prefill):
     """Prefill MLA kernel at ``heads`` as the table keys them."""
 
     table = "context_mla"
-
-    def key(self, db: Database) -> tuple[Key, ...]:
-        return self.fmha_quant, self.kv_quant
+    keyed_by: ClassVar[tuple[str, ...]] = ("fmha_quant", "kv_quant")
 
     def roofline(self, system: SystemSpec, n: Coord, s: Coord, b: Coord, prefix: Coord = 0.0) -> Split:
         flops = b * n * PAIR * (s * s - prefix * prefix)
@@ -60,9 +58,10 @@ class ContextMlaModule(ContextMla):
     gemm_quant: str
 
     table = "mla_context_module"
+    keyed_by = ("fmha_quant", "kv_quant", "gemm_quant")
 
     def key(self, db: Database) -> tuple[Key, ...]:
-        return native_key(db, self.table, (self.fmha_quant, self.kv_quant, self.gemm_quant), self.native_heads)
+        return native_key(db, self, self.native_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +69,7 @@ class GenerationMla(Generation):
     """Decode MLA kernel at ``heads`` as the table keys them."""
 
     table = "generation_mla"
-
-    def key(self, db: Database) -> tuple[Key, ...]:
-        return (self.kv_quant,)
+    keyed_by: ClassVar[tuple[str, ...]] = ("kv_quant",)
 
     def roofline(self, system: SystemSpec, n: Coord, b: Coord, s: Coord) -> Split:
         flops = 2 * b * n * ABSORBED * s
@@ -90,12 +87,13 @@ class GenerationMlaModule(GenerationMla):
     gemm_quant: str
 
     table = "mla_generation_module"
+    keyed_by = ("kv_quant", "gemm_quant")
 
     def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
         return *super().computes(system), GEMM[self.gemm_quant]
 
     def key(self, db: Database) -> tuple[Key, ...]:
-        return native_key(db, self.table, (self.kv_quant, self.gemm_quant), self.native_heads)
+        return native_key(db, self, self.native_heads)
 
     def roofline(self, system: SystemSpec, n: Coord, b: Coord, s: Coord) -> Split:
         """The kernel, and the projections into and out of the latent."""
@@ -103,18 +101,13 @@ class GenerationMlaModule(GenerationMla):
         return Split.of(kernel.math + 2 * projection.math, kernel.mem + 2 * projection.mem)
 
 
-def native_key(db: Database, table: str, head: tuple[Key, ...], native: int | None) -> tuple[Key, ...]:
-    """``head`` and the measured model size that answers for ``native`` heads: itself, the only one, the largest below,
+def native_key(db: Database, op: Attention, native: int | None) -> tuple[Key, ...]:
+    """The key under the measured model size that answers for ``native`` heads: itself, the only one, the largest below,
     the smallest. An unknown size is answered only where there is one."""
-    found = db.find(table)
-    sizes = [int(size) for size in found.children(*head)] if found is not None else []
-    if native is not None and native in sizes:
-        return *head, native
-    if len(sizes) == 1:
-        return *head, sizes[0]
-    if native is None or not sizes:
-        return *head, -1
-    return *head, max((size for size in sizes if size <= native), default=min(sizes))
+    table = db.find(op.table)
+    sizes = [] if table is None else table.children(*op.named_key)
+    known = len(sizes) == 1 or (native is not None and bool(sizes))
+    return *op.named_key, nearest_below(sizes, native or 0) if known else -1
 
 
 def absorbed(system: SystemSpec, n: Coord, t: Coord, quant: str) -> Split:
@@ -192,21 +185,16 @@ class _WideEp(Attention):
     def sol(self, db: Database, at: Points) -> Split:
         return Op.sol(self, db, at)
 
-    @property
-    @abstractmethod
-    def rest(self) -> tuple[Key, ...]:
-        """The part of the key after the kernel."""
-
     def key(self, db: Database) -> tuple[Key, ...]:
         found = db.find(self.table)
         asked = self.attn_backend
         stands_in = (
             asked in ASKABLE
             and found is not None
-            and found.rows(asked, *self.rest) is None
-            and found.rows(STAND_IN, *self.rest) is not None
+            and found.rows(asked, *self.named_key) is None
+            and found.rows(STAND_IN, *self.named_key) is not None
         )
-        return STAND_IN if stands_in else asked, *self.rest
+        return STAND_IN if stands_in else asked, *self.named_key
 
     def slice(self, db: Database) -> Slice:
         db.table(self.table)
@@ -237,11 +225,7 @@ class _WideEp(Attention):
 class WideEpContextMla(_WideEp, Prefill):
     """Prefill block."""
 
-    table = "wideep_context_mla"
-
-    @property
-    def rest(self) -> tuple[Key, ...]:
-        return self.fmha_quant, self.kv_quant
+    table, keyed_by = "wideep_context_mla", ("fmha_quant", "kv_quant")
 
     def roofline(self, system: SystemSpec, m: Coord, total: Coord, b: Coord, prefix: Coord = 0.0) -> Split:
         s, value = total - prefix, m * VALUE * HIDDEN
@@ -264,11 +248,7 @@ class WideEpGenerationMla(_WideEp, Generation):
 
     fmha_quant: str
 
-    table = "wideep_generation_mla"
-
-    @property
-    def rest(self) -> tuple[Key, ...]:
-        return (self.kv_quant,)
+    table, keyed_by = "wideep_generation_mla", ("kv_quant",)
 
     def roofline(self, system: SystemSpec, m: Coord, b: Coord, s: Coord) -> Split:
         projections = 2 * b * m * (Q_LATENT * HEAD + NOPE * LATENT + LATENT * VALUE + VALUE * HIDDEN)

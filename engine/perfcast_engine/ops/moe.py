@@ -1,71 +1,46 @@
-"""Mixture-of-experts FFN of one rank: fused, under a large-EP all-to-all, as a MegaMoE module (spec/03 3, 6, 7)."""
+"""Fused mixture-of-experts FFN of one rank, and what it may borrow from without measurements (spec/03 section 3)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer, Mask, Points, Tier, choose, or_else
-from perfcast_engine.errors import InvalidField, PerfDataMissing, UnsupportedCombination
-from perfcast_engine.ops.all_to_all import CONTEXT, GENERATION, PHASES
-from perfcast_engine.ops.base import Op, Split
-from perfcast_engine.ops.experts import ANY_DISTRIBUTION, LOW_LATENCY, STANDARD, Layer, Shape, basis, token_curve
-from perfcast_engine.ops.measured import Slice, by_mode, estimated, no_basis
+from perfcast_engine.answer import Answer, Mask, Points, Tier, choose
+from perfcast_engine.errors import PerfDataMissing
+from perfcast_engine.interp.util import LogSpace
+from perfcast_engine.ops.base import Split
+from perfcast_engine.ops.experts import ANY_DISTRIBUTION, Experts, token_curve
+from perfcast_engine.ops.measured import Basis, Slice, by_mode, estimated
 from perfcast_engine.quant import MOE
 from perfcast_engine.tables.database import Database, Mode
-from perfcast_engine.tables.table import Table
+from perfcast_engine.tables.table import Key
 
+STANDARD, LOW_LATENCY = "moe", "moe_low_latency"
 LOW_LATENCY_QUANTS, LOW_LATENCY_TOKENS = frozenset({"nvfp4"}), 128
 MOST_TOKENS = 2**32 - 1
 RETIRED = frozenset({("sglang", "deepep_moe")})  # (framework, moe_backend) without a fused path
 EPLB_TOKENS = {"sglang": 0.8}  # share of the prefill tokens that balanced experts see, by framework
+FEATURES = ("topk", "experts", "hidden", "inter")  # that tell how similar two layers are
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Experts(Op):
-    """``inter`` is one expert's unsharded width, ``distribution`` how tokens load the experts."""
-
-    hidden: int
-    inter: int
-    topk: int
-    experts: int
-    moe_ep: int
-    moe_tp: int = 1
-    quant: str
-    distribution: str
-    gated: bool = True
-
-    quants = MOE
-
-    def weight_bytes(self) -> float:
-        """Resident experts of one rank, floored after each split as the reference does."""
-        matrices = 3 if self.gated else 2
-        whole = self.hidden * self.inter * self.experts * MOE[self.quant].bytes * matrices
-        return self.scale * (whole // max(self.moe_ep, 1) // max(self.moe_tp, 1))
-
-    @cached_property
-    def layer(self) -> Layer:
-        sizes = Shape(self.topk, self.experts, self.hidden, self.inter, self.moe_tp, self.moe_ep)
-        return Layer(self.quant, self.distribution, sizes, self.gated)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moe(_Experts):
-    """Fused expert FFN."""
+class Moe(Experts):
+    """All experts of a rank in one kernel."""
 
     attn_dp: int = 1
     is_context: bool = True
     moe_backend: str | None = None
     eplb: bool = False
 
+    beside_shape = Experts.beside_shape | {"attn_dp", "is_context", "moe_backend", "eplb"}
+
     def sol(self, db: Database, at: Points) -> Split:
-        return self.layer.roofline(db.system, self._pooled(at).x)
+        return self.roofline(db.system, self._pooled(at).x)
 
     def price(self, db: Database, at: Points) -> Answer:
-        db.system.rate(MOE[self.quant])
+        self.rate(db.system)
         if (db.backend, self.moe_backend) in RETIRED and db.mode is not Mode.SOL:
             raise PerfDataMissing(f"{self.name}: {db.backend} retired the fused {self.moe_backend} path", op=self.name)
         return by_mode(
@@ -73,7 +48,7 @@ class Moe(_Experts):
             self._pooled(at),
             silicon=lambda at: self.measured(db, at),
             empirical=lambda at: self._estimated(db, at),
-            sol=lambda at: self.layer.roofline(db.system, at.x).time,
+            sol=lambda at: self.roofline(db.system, at.x).time,
         )
 
     def _pooled(self, at: Points) -> Points:
@@ -82,15 +57,15 @@ class Moe(_Experts):
 
     def measured(self, db: Database, at: Points) -> Answer:
         """The measured latency at ``at.x`` tokens in the expert pool."""
-        db.system.rate(MOE[self.quant])
+        self.rate(db.system)
         if self.eplb and self.is_context and db.backend in EPLB_TOKENS:
             at = at.with_(x=np.trunc(at.x * EPLB_TOKENS[db.backend]))
-        return self._by_table(db, at, lambda table, at: token_curve(db, self.layer.slice(db, table), at.x, self.name))
+        return self._by_table(db, at, lambda table, at: token_curve(db, self.curve(db, table), at.x, self.name))
 
     def _estimated(self, db: Database, at: Points) -> Answer:
         def ask(table: str, at: Points) -> Answer:
-            sol = self.layer.roofline(db.system, at.x).time
-            return estimated(basis(db, table, self.layer), (at.x,), sol, self.name)
+            basis = db.kept(("expert basis", table, self.shape), lambda: self._basis(db, table))
+            return estimated(basis, (at.x,), self.roofline(db.system, at.x).time, self.name)
 
         if db.find(STANDARD) is None and db.find(LOW_LATENCY) is None:
             # The reference fails on the data where it would have read several quantisations, on the basis elsewhere.
@@ -101,7 +76,7 @@ class Moe(_Experts):
     def _by_table(self, db: Database, at: Points, ask: Callable[[str, Points], Answer]) -> Answer:
         """``ask`` the low-latency table for the points it serves where it holds the layer, else the standard one."""
         low = self._suits_low_latency(at)
-        if low.any() and self.layer.slice(db, LOW_LATENCY).find(db) is None:
+        if low.any() and self.curve(db, LOW_LATENCY).find(db) is None:
             low = np.zeros(len(at), np.bool_)
         return choose(low, lambda at: ask(LOW_LATENCY, at), lambda at: ask(STANDARD, at), at)
 
@@ -109,132 +84,58 @@ class Moe(_Experts):
         suits: Mask = at.x <= (LOW_LATENCY_TOKENS if self.gated and self.quant in LOW_LATENCY_QUANTS else -1)
         return suits
 
+    def head(self, db: Database, table: str) -> tuple[Key, Key]:
+        """The key above the shape: where its distribution was not measured, that of the one that stands in."""
+        found = db.find(table)
+        named = found is not None and found.rows(self.quant, self.distribution) is not None
+        return self.quant, self.distribution if named else ANY_DISTRIBUTION
 
-# --- under a large-EP all-to-all -------------------------------------------------------------------------------------
+    def curve(self, db: Database, table: str, judge: Experts | None = None) -> Slice:
+        """Its latency over tokens in ``table``, with the roofline of ``judge`` (its own by default)."""
+        judge = judge or self
+        key = db.kept(("expert key", table, self.shape), lambda: (*self.head(db, table), *self.named_key))
+        return Slice(table, key, lambda tokens: judge.roofline(db.system, tokens).time, also=judge.shape)
 
-DEEPEP = "deepep_moe"
-DEEPEP_EPLB_TOKENS = 0.8  # share of the prefill tokens that balanced experts of the DeepEP kernel see
-# Frameworks whose ordinary expert table stands in where the large-EP one has no data.
-ORDINARY_EXPERTS = frozenset({"vllm", "trtllm"})
+    def _basis(self, db: Database, table: str) -> Basis:
+        """Own samples, else of another shape, else of a quantisation of equal profile, else of the closest profile;
+        as far as the database's policy allows to borrow (spec/03 section 3.4)."""
+        found, own = db.find(table), self.curve(db, table).basis(db)
+        if found is None or own.util is not None:
+            return own
+        mine = MOE[self.quant].profile
+        quants = [name for name in map(str, found.children()) if name in MOE and name != self.quant]
+        near, tier = None, Tier.XSHAPE
+        if Tier.XSHAPE in db.policy:
+            near = self._nearest(db, table, [self.quant])
+        if near is None and Tier.XQUANT in db.policy:
+            near, tier = self._nearest(db, table, [q for q in quants if MOE[q].profile == mine]), Tier.XQUANT
+        if near is not None:
+            borrowed = near.curve(db, table, replace(near, quant=self.quant)).basis(db)
+            if borrowed.util is not None:
+                return borrowed._replace(tier=tier)
+        others = [MOE[q] for q in quants if MOE[q].profile != mine] if Tier.XPROFILE in db.policy else []
+        for mode in sorted(others, key=lambda mode: abs(mode.bytes - mine[0]) + abs(mode.compute - mine[1])):
+            near = self._nearest(db, table, [mode.name])
+            if near is not None:
+                k = MOE[self.quant].efficiency / mode.efficiency
+                return near.curve(db, table).basis(db)._replace(tier=Tier.XPROFILE, k=k)
+        return Basis(None)
 
-
-@dataclass(frozen=True, slots=True)
-class KernelRule:
-    """The kernel a framework runs: ``block_kernel`` for block-scaled fp8 from ``block_sm`` on, else ``kernel``;
-    ``any_other``: where the table holds another kernel instead, that one."""
-
-    kernel: str
-    block_kernel: str = ""
-    block_sm: int = 0
-    any_other: bool = False
-
-    def pick(self, quant: str, sm: int, table: Table | None) -> str:
-        blocked = bool(self.block_kernel) and sm >= self.block_sm and "fp8_block" in quant
-        wanted = self.block_kernel if blocked else self.kernel
-        held = sorted(map(str, table.children())) if self.any_other and table is not None else [wanted]
-        return wanted if wanted in held else held[0]
-
-
-KERNELS = {
-    "sglang": KernelRule(DEEPEP),
-    "vllm": KernelRule(DEEPEP),
-    "trtllm": KernelRule("moe_torch_flow", "deepgemm", block_sm=100, any_other=True),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoeExperts(_Experts):
-    """Experts of one of ``moe_ep`` ranks; ``slots`` counts expert replicas (None: one each), ``phase`` context or
-    generation, ``kernel`` None takes the backend's usual one."""
-
-    attn_dp: int
-    phase: str
-    slots: int | None = None
-    kernel: str | None = None
-    eplb: bool = False
-
-    table = "moe_expert_compute"
-
-    @cached_property
-    def ordinary(self) -> Moe:
-        """The same experts as a fused FFN."""
-        return Moe(**{field.name: getattr(self, field.name) for field in fields(_Experts)})
-
-    def price(self, db: Database, at: Points) -> Answer:
-        if self.phase not in PHASES:
-            raise InvalidField("phase", f"unknown phase {self.phase!r}; one of {', '.join(PHASES)}", why="enum")
-        if not db.mode.shared:
-            raise no_basis(f"{self.name}: experts under an all-to-all are known from measurements only;")
-        kernel = self._kernel(db)
-        tokens = at.x * max(self.attn_dp, 1)
-        if self.eplb and self.phase == CONTEXT and kernel == DEEPEP:
-            tokens = np.trunc(tokens * DEEPEP_EPLB_TOKENS)
-        at = at.with_(x=tokens)
-
-        def own(at: Points) -> Answer:
-            return token_curve(db, self._slice(db, kernel), at.x, self.name)
-
-        def nothing(at: Points) -> Answer:
-            raise no_basis(self.name)
-
-        if db.backend in ORDINARY_EXPERTS:
-            return or_else(own, lambda at: self.ordinary.measured(db, at), at, PerfDataMissing)
-        return or_else(own, nothing, at, PerfDataMissing) if db.mode is Mode.HYBRID else own(at)
-
-    def _kernel(self, db: Database) -> str:
-        rule = KERNELS.get(db.backend, KERNELS["sglang"])
-        return self.kernel or rule.pick(self.quant, db.system.sm_version or -1, db.find(self.table))
-
-    def _slice(self, db: Database, kernel: str) -> Slice:
-        quant, replicas = MOE[self.quant], self.experts if self.slots is None else self.slots
-        rate = db.system.rate(MOE["bfloat16"]) * quant.compute
-
-        def sol(tokens: F64) -> F64:
-            sizes, mem_bw = self.layer.shape, db.system.mem_bw
-            return sizes.roofline(tokens, self.gated, quant.bytes, rate, mem_bw, replicas).time
-
-        distribution = self._distribution(db.table(self.table), kernel)
-        sizes = (self.topk, self.experts, replicas, self.hidden, self.inter, 1, self.moe_ep)
-        return Slice(self.table, (kernel, self.quant, distribution, self.phase, *sizes), sol, also=self.gated)
-
-    def _distribution(self, table: Table, kernel: str) -> str:
-        """The asked one if it was measured in this phase, else the one that stands in, else the first that was."""
-        measured = map(str, table.children(kernel, self.quant))
-        held = [name for name in measured if table.rows(kernel, self.quant, name, self.phase) is not None]
-        return next((name for name in (self.distribution, ANY_DISTRIBUTION, *held) if name in held), self.distribution)
-
-
-# --- exchange and experts in one kernel ------------------------------------------------------------------------------
-
-MEGA_FIRST_SM = 100
-SAME_DISTRIBUTION = {"uniform": "balanced"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegaMoe(_Experts):
-    """DeepSeek-V4's module at rank-local tokens; every field but ``name`` and ``scale`` is part of the measured key."""
-
-    is_context: bool
-    source_policy: str = "random"
-    pre_dispatch: str = "sglang_jit"
-    fused_shared_experts: int = 0
-    kernel: str = "deepgemm_megamoe"
-    kernel_dtype: str = "fp8_fp4"
-
-    def price(self, db: Database, at: Points) -> Answer:
-        if (db.system.sm_version or -1) < MEGA_FIRST_SM:
-            raise UnsupportedCombination(
-                "megamoe", f"{db.system.name} is older than sm {MEGA_FIRST_SM}", why="sm_version"
-            )
-        if not db.mode.shared:
-            raise PerfDataMissing(
-                f"{self.name}: MegaMoE is known from measurements only, not in {db.mode}", op=self.name
-            )
-        key = (
-            CONTEXT if self.is_context else GENERATION,
-            *(self.kernel, self.kernel_dtype, self.quant, self.pre_dispatch, self.source_policy),
-            SAME_DISTRIBUTION.get(self.distribution, self.distribution),
-            *(self.topk, self.experts, self.fused_shared_experts, self.hidden, self.inter, self.moe_tp, self.moe_ep),
-        )
-        # beyond the measured tokens latency grows with their number
-        return Slice("dsv4_megamoe_module", key, lambda tokens: tokens).measured(db, (at.x,), self.name)
+    def _nearest(self, db: Database, table: str, quants: Iterable[str]) -> Moe | None:
+        """The layer most similar by normalised logarithms of ``FEATURES``, of those measured in ``quants`` at the same
+        split over ranks; the first of equals by quantisation and shape. None where there is none."""
+        found, quants_of, shapes = db.table(table), list[str](), list[np.ndarray]()
+        for quant in quants:
+            rows = found.rows(*replace(self, quant=quant).head(db, table))
+            if rows is not None:
+                measured = np.stack([column[rows] for column in found.columns[2:8]], axis=1)
+                same = np.unique(measured[(measured[:, 4:] == (self.moe_tp, self.moe_ep)).all(axis=1)], axis=0)
+                quants_of += [quant] * len(same)
+                shapes += list(same)
+        if not shapes:
+            return None
+        features = np.array(shapes, np.float64)[:, : len(FEATURES)]
+        asked = tuple(np.array([float(getattr(self, name))]) for name in FEATURES)
+        best = int(LogSpace.of(tuple(features.T)).nearest(asked, 1, clip=False)[0][0, 0])
+        topk, experts, hidden, inter = map(int, shapes[best][: len(FEATURES)])
+        return replace(self, quant=quants_of[best], topk=topk, experts=experts, hidden=hidden, inter=inter)

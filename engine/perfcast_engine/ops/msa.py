@@ -15,9 +15,6 @@ from perfcast_engine.ops.measured import Coord, no_basis
 from perfcast_engine.ops.sparse import BucketedModule, causal_pairs
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
-from perfcast_engine.tables.table import Key
-
-ARCHITECTURE = "MiniMaxM3ForCausalLM"  # of the measured rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +36,7 @@ class _Msa(BucketedModule):
 
     positive = ("heads", "hidden", "head_dim", "index_topk", "block_size")
     donor: ClassVar[type[DsaContext] | type[DsaGeneration]]
+    measured_in: ClassVar[str] = "MiniMaxM3ForCausalLM"
 
     @property
     def table(self) -> str:
@@ -86,11 +84,8 @@ class MsaContext(_Msa):
     """Prefill."""
 
     context = True
+    keyed_by = ("fmha_quant", "kv_quant", "gemm_quant", "measured_in")
     donor = DsaContext
-
-    @property
-    def head(self) -> tuple[Key, ...]:
-        return self.fmha_quant, self.kv_quant, self.gemm_quant, ARCHITECTURE
 
     def roofline(self, system: SystemSpec, n: Coord, prefix: Coord, s: Coord, batch: Coord) -> Split:
         return self.times(system, n, batch * s, batch, prefix + s, causal_pairs(batch, s, prefix, self.index_topk))
@@ -101,11 +96,8 @@ class MsaGeneration(_Msa):
     """Decode; its rows are not told apart by ``fmha_quant``."""
 
     context = False
+    keyed_by = ("kv_quant", "gemm_quant", "measured_in")
     donor = DsaGeneration
-
-    @property
-    def head(self) -> tuple[Key, ...]:
-        return self.kv_quant, self.gemm_quant, ARCHITECTURE
 
     def roofline(self, system: SystemSpec, n: Coord, batch: Coord, s: Coord) -> Split:
         length = np.maximum(s - 1, 0)

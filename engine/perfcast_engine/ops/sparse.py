@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -86,11 +85,6 @@ class BucketedModule(SparseModule):
     """A module whose rows are keyed by kernel bucket and interpolate over heads (DSA, MSA)."""
 
     @property
-    @abstractmethod
-    def head(self) -> tuple[Key, ...]:
-        """The key above the bucket."""
-
-    @property
     def bucket(self) -> str:
         """The kernels that should answer."""
         return "trtllm"
@@ -98,10 +92,11 @@ class BucketedModule(SparseModule):
     def key(self, db: Database) -> tuple[Key, ...]:
         """Of ``bucket``, or of another one where it has no rows (spec/04 3.4)."""
         table = db.table(self.table)
-        present = table.children(*self.head)
+        present = table.children(*self.named_key)
         if not present:
-            raise no_slice(table, self.head)
-        return *self.head, next(name for name in (self.bucket, "flashmla_kv", "trtllm", *present) if name in present)
+            raise no_slice(table, self.named_key)
+        wanted = (self.bucket, "flashmla_kv", "trtllm", *present)
+        return *self.named_key, next(bucket for bucket in wanted if bucket in present)
 
     def samples(self, db: Database) -> tuple[Surface, Query]:
         """Those of exactly this many heads where there are any."""

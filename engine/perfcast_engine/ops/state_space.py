@@ -35,18 +35,14 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StateKernel(Op):
-    """One kernel of a layer. ``phase`` names the pass; only "generation" has no length axis."""
+    """One kernel of a layer. ``phase`` names the pass; only "generation" has no length axis. ``keyed_by``: the sizes of
+    the layer, ``d_model`` first."""
 
     kernel: str
     phase: str
 
     reads = Reads.SEQUENCE
     table: ClassVar[str]
-
-    @property
-    @abstractmethod
-    def dims(self) -> tuple[int, ...]:
-        """The sizes that a table keys a layer by, ``d_model`` first."""
 
     @abstractmethod
     def moved_bytes(self, kernel: str, batch: Coord, s: Coord, tokens: Coord) -> Coord:
@@ -63,11 +59,11 @@ class StateKernel(Op):
     def key(self, table: Table, kernel: str) -> tuple[Key, ...] | None:
         """The table key of the rows that serve ``kernel``; None where none do."""
         head = (kernel, self.phase)
-        if table.rows(*head, *self.dims) is not None:
-            return *head, *self.dims
-        rows = table.rows(*head, self.dims[0])
+        if table.rows(*head, *self.named_key) is not None:
+            return *head, *self.named_key
+        rows = table.rows(*head, self.named_key[0])
         row = None if rows is None else self.stand_in(table, rows)
-        return None if row is None else (*head, *(int(c[row]) for c in table.columns[2 : 2 + len(self.dims)]))
+        return None if row is None else (*head, *(int(c[row]) for c in table.columns[2 : 2 + len(self.named_key)]))
 
     @property
     def draft(self) -> int:
@@ -157,10 +153,7 @@ class Mamba2(StateKernel):
     chunk_size: int
 
     table = "mamba2"
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        return self.d_model, self.d_state, self.d_conv, self.nheads, self.head_dim, self.n_groups, self.chunk_size
+    keyed_by = ("d_model", "d_state", "d_conv", "nheads", "head_dim", "n_groups", "chunk_size")
 
     def route(self, db: Database) -> Route | None:
         return Route(self.kernel, self.kernel if self.lengthy else None)
@@ -187,9 +180,7 @@ class _DeltaNet(StateKernel):
     head_v_dim: int
     d_conv: int
 
-    @property
-    def dims(self) -> tuple[int, ...]:
-        return self.d_model, self.num_k_heads, self.head_k_dim, self.num_v_heads, self.head_v_dim, self.d_conv
+    keyed_by = ("d_model", "num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim", "d_conv")
 
     @property
     def values(self) -> int:
@@ -288,7 +279,7 @@ class Kda(_DeltaNet):
         table = db.find(self.table)
         if not fused or table is None:
             return False
-        dims = () if self.phase == "verify" else self.dims
+        dims = () if self.phase == "verify" else self.named_key
         rows = [table.rows(kernel, self.phase, *dims) for kernel in (self.kernel, fused)]
         return rows[0] is None and rows[1] is not None
 

@@ -67,8 +67,8 @@ class PassTable:
         if repair and regime is not None:
             ms[decode] = _repaired(batch[decode], kv[decode], ms[decode], np.asarray(regime, object)[mine][decode])
         return cls(
-            Curves.of([batch[prefill], kv[prefill]], tokens[prefill], ms[prefill]),
-            Curves.of([batch[decode]], kv[decode], ms[decode]),
+            Curves.of([batch[prefill], kv[prefill]], tokens[prefill], ms[prefill]) if prefill.any() else None,
+            Curves.of([batch[decode]], kv[decode], ms[decode]) if decode.any() else None,
         )
 
     @cached_property
