@@ -13,7 +13,7 @@ from perfcast_engine.interp.sites import GATE, Curves, Sites
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import LogSpace, UtilGrid
 from perfcast_engine.ops.base import Split, TokenOp
-from perfcast_engine.ops.measured import Basis, Slice, by_mode, estimated, no_basis
+from perfcast_engine.ops.measured import Basis, Slice, by_mode, estimated, no_basis, no_slice
 from perfcast_engine.quant import QuantMode
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
@@ -81,7 +81,7 @@ class Gemm(TokenOp):
             basis = db.kept(("gemm basis", mode), lambda: _basis(db, mode))
             return estimated(basis, (at.x, float(self.n), float(self.k)), sol(at), self.name)
 
-        if self.below_grid_sol and db.mode is Mode.SILICON and _slice(db, mode).find(db):
+        if self.below_grid_sol and db.mode is Mode.SILICON and _products(db, mode):
             return or_else(silicon, lambda at: Answer.of(sol(at), Source.SOL), at, PerfDataMissing)
         return by_mode(db, at, silicon=silicon, empirical=empirical, sol=sol)
 
@@ -91,15 +91,18 @@ class Gemm(TokenOp):
         return PerfDataMissing(message, op=self.name, key=shape)
 
 
-def _slice(db: Database, mode: QuantMode) -> Slice:
+def _products(db: Database, mode: QuantMode) -> Surface | None:
     """The measured products of one mode; latencies below the roofline are lifted to it where its rate is known."""
     known = db.system.flops.get(mode.rate, 0.0) > 0
-    return Slice("gemm", (mode.name,), lambda m, n, k: roofline(db.system, mode, m, n, k).time, clamp=known)
+    every = Slice("gemm", (mode.name,), lambda m, n, k: roofline(db.system, mode, m, n, k).time, clamp=known)
+    return db.kept(("gemm products", mode), lambda: every.read(db))
 
 
 def _sites(db: Database, mode: QuantMode) -> Sites:
     def build() -> Sites:
-        surface = _slice(db, mode).surface(db)
+        surface = _products(db, mode)
+        if surface is None:
+            raise no_slice(db.table("gemm"), (mode.name,))
         m, n, k = surface.grid.floats
         return Sites(Curves.of([n, k], m, surface.grid.ms, _ranks(db, mode)), surface.sol)
 
@@ -139,7 +142,7 @@ def _basis(db: Database, own: QuantMode) -> Basis:
 
 
 def _util(db: Database, mode: QuantMode, judged_as: QuantMode) -> UtilGrid | None:
-    surface = _slice(db, mode).find(db)
+    surface = _products(db, mode)
     if surface is None:
         return None
     coords = surface.grid.floats

@@ -78,9 +78,9 @@ class Slice:
 
     def find(self, db: Database) -> Surface | None:
         """The measurements, kept; None where there are none."""
-        return db.kept(("slice", self.table, self.key, self.also), lambda: self._build(db))
+        return db.kept(("slice", self.table, self.key, self.also), lambda: self.read(db))
 
-    def _build(self, db: Database) -> Surface | None:
+    def read(self, db: Database) -> Surface | None:
         table = db.find(self.table)
         grid = None if table is None else table.grid(*self.key)
         if grid is not None and self.clamp:
