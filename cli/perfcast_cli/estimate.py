@@ -8,7 +8,7 @@ import click
 from perfcast_client.config import EngineConfig
 from perfcast_client.errors import refused
 from perfcast_client.record import read
-from perfcast_client.serving import Aggregated, Deployment, Disaggregated, Pool, Static
+from perfcast_client.serving import Afd, Aggregated, Deployment, Disaggregated, Pool, Static
 
 from perfcast_cli import options, shown
 from perfcast_cli.local import connected
@@ -27,6 +27,9 @@ OF_POOL = ("batch", "workers", "latency_correction")
 @click.option("--stride", default=32, show_default=True, help="decode iterations per evaluated sample, static only")
 @click.option("--prefill", metavar="K=V,...", help="prefill workers: tp=4,batch=1,workers=2 and other engine options")
 @click.option("--decode", metavar="K=V,...", help="the same of decode workers")
+@click.option(
+    "--afd", metavar="K=V,...", help="cut decode in two: attention_nodes=1,ffn_nodes=1,attention_tp=4,ffn_ep=8"
+)
 @options.load_options
 @click.option("--operators", is_flag=True, help="show the latency of each operator of each step")
 @click.option("--allow-out-of-memory", is_flag=True, help="answer also where the memory does not suffice")
@@ -55,6 +58,7 @@ def deployment(mode: str, given: dict[str, Any]) -> Deployment:
             prefill=_pool("prefill", engine, given["prefill"]),
             decode=_pool("decode", engine, given["decode"]),
             kv_transfer=options.kv_transfer(given),
+            afd=read(Afd, options.pairs(given["afd"], Afd, "afd"), "afd") if given.get("afd") else None,
         )
     config = EngineConfig(**engine)
     if mode == "agg":

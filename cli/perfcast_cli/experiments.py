@@ -16,7 +16,7 @@ from perfcast_client.errors import InvalidRequest, PerfcastError, refused
 from perfcast_client.record import Record, read
 from perfcast_client.search import SearchTask
 
-from perfcast_cli import shown
+from perfcast_cli import options, shown
 from perfcast_cli.local import connected
 from perfcast_cli.output import as_json, sourced, text_of
 
@@ -140,7 +140,7 @@ def run(
 @click.option("--jobs", default=1, show_default=True, help="experiments at once")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="write CSV, JSON, PNG and HTML there")
 @click.option("--plot/--no-plot", default=False, help="draw the fronts")
-@click.option("--deadline", type=float, default=600.0, show_default=True, help="seconds for each")
+@click.option("--deadline", type=options.SECONDS, default=600.0, show_default=True, help="seconds for each")
 @sourced
 def exp(
     file: Path,

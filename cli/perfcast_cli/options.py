@@ -16,6 +16,7 @@ from perfcast_client.serving import Images, KvTransfer, Limits, Workload
 from perfcast_cli.output import text_of
 
 Command = Callable[..., Any]
+SECONDS = click.FloatRange(0, min_open=True)
 FILES = ("config_json", "hf_quant_config_json")
 HELP = {
     "model": "a model known by name (see perfcast models), or a name for --config-json",
@@ -103,6 +104,8 @@ def limits(given: Mapping[str, Any]) -> Limits:
 def kv_transfer(given: Mapping[str, Any]) -> KvTransfer | None:
     if given["kv_gb_per_s"] is None:
         return None
+    if not given["kv_gb_per_s"] > 0:
+        raise refused("kv_gb_per_s", given["kv_gb_per_s"], "must be above 0; leave it out for no transfer")
     return KvTransfer(
         bandwidth_bytes_per_s=given["kv_gb_per_s"] * 1e9,
         latency_s=given["kv_latency_ms"] / 1e3,

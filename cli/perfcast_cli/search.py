@@ -54,7 +54,7 @@ search_options = options.options(
     click.option("--deploy", metavar="TARGET", help="also write the files that deploy the best, into --out/TARGET"),
     options.file_options,
     click.option("--plot/--no-plot", default=True, help="draw the fronts"),
-    click.option("--deadline", type=float, default=60.0, show_default=True, help="seconds"),
+    click.option("--deadline", type=options.SECONDS, default=60.0, show_default=True, help="seconds"),
 )
 
 

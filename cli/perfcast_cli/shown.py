@@ -195,6 +195,8 @@ def estimate(found: Estimate) -> None:
 def _memory(found: Estimate) -> None:
     parts = ("weights", "activations", "kv_cache", "nccl", "others", "total", "capacity", "kv_budget")
     names = [w.role if w.role != "both" else "engine" for w in found.deployment.workers]
+    if found.deployment.afd is not None:
+        names = ["prefill", "attention", "ffn"]
     rows: list[Sequence[Any]] = [
         (part.replace("_", " "), *(f"{getattr(memory, f'{part}_bytes') / 2**30:.2f}" for memory in found.memory))
         for part in parts

@@ -18,6 +18,7 @@ from perfcast_client.local import LocalSurface
 from perfcast_client.local_aio import AsyncLocalSurface
 from perfcast_client.search import Replica, SearchTask, Space, Targets
 from perfcast_client.serving import (
+    Afd,
     Aggregated,
     Disaggregated,
     Images,
@@ -31,6 +32,7 @@ from perfcast_client.serving import (
 from perfcast_client.steps import DecodeStep, DecodeTrajectory, Mixed, Prefill
 
 __all__ = [
+    "Afd",
     "Aggregated",
     "AsyncClient",
     "AsyncLocalSurface",

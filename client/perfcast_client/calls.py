@@ -199,6 +199,8 @@ def recommend(
 ) -> Call[deployments.SearchResult]:
     if (requests_per_s is None) == (concurrency is None):
         raise errors.refused("load", (requests_per_s, concurrency), "give exactly one of a request rate, a concurrency")
+    if max_gpus == 0:
+        raise errors.refused("max_gpus", max_gpus, "must be above 0; leave it out for no ceiling")
     load: dict[str, Any] = {"requests_per_s": requests_per_s, "concurrency_total": concurrency}
     request = search_pb2.RecommendRequest(max_gpus_total=max_gpus or 0, **load)
     task.put(request.search, "search")

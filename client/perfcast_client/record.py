@@ -63,6 +63,9 @@ class Record:
             elif isinstance(own, EngineConfig):
                 getattr(message, name).CopyFrom(own.to_message())
             else:
+                unset = own == 0 and own is not False and not message.DESCRIPTOR.fields_by_name[name].has_presence
+                if unset and item.default not in (0, MISSING):
+                    raise refused(where, own, "must be above 0; leave it out for the default")
                 _assign(message, name, _told(item.metadata, own, where), where)
         return message
 

@@ -89,13 +89,27 @@ class Pool(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Afd(Record):
+    """How a decode worker is cut: nodes of attention workers, each ``attention_tp`` wide, and nodes of FFN ranks, which
+    share experts by ``ffn_ep``. Transfers hide behind three and more micro-batches where ``optimistic``."""
+
+    attention_nodes: int
+    ffn_nodes: int
+    attention_tp: int
+    ffn_ep: int = 1
+    microbatches: int = 3
+    optimistic: bool = wire("is_optimistic", True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Disaggregated(Record):
-    """Prefill and decode on workers of their own."""
+    """Prefill and decode on workers of their own. ``afd`` cuts decode in two: its engine then has no parallel sizes."""
 
     prefill: Pool
     decode: Pool
     kv_transfer: KvTransfer | None = None
     matching: Matching | None = None
+    afd: Afd | None = None
 
 
 Deployment = Static | Aggregated | Disaggregated

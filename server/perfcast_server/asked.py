@@ -12,7 +12,8 @@ from perfcast.v1 import search_pb2, serving_pb2
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.search.match import Replica
 from perfcast_engine.search.space import Space
-from perfcast_engine.serving.disaggregated import Matching
+from perfcast_engine.serving.afd import Topology
+from perfcast_engine.serving.disaggregated import USUAL_MATCHING, Matching
 from perfcast_engine.serving.estimate import EngineLimits
 from perfcast_engine.serving.workload import Images, KvTransfer, Targets, Workload
 
@@ -23,6 +24,7 @@ MAX_COUNT = 2**31 - 1
 MAX_FACTOR = 1e6
 MAX_LATENCY_S = 1e9
 LEAST_TIME_MS, LEAST_BYTES_PER_S = 1e-6, 1.0
+MAX_WIDTH = 4096
 MAX_SIZES, MAX_MAPPINGS = 64, 1 << 20
 MAX_WORKERS, MAX_GPU_COUNTS = 512, 4096
 DEFAULT_TTFT_MS, DEFAULT_TPOT_MS = 2000.0, 30.0
@@ -45,7 +47,7 @@ PATHS = {
     "prefill_max_batch": "prefill_max_batch_per_rank",
     "decode_max_batch": "decode_max_batch_per_rank",
     "load.max_gpus": "max_gpus_total",
-}
+} | {f"afd.{field.name}": f"disaggregated.afd.{field.name}" for field in fields(Topology)}
 
 
 @contextmanager
@@ -135,11 +137,16 @@ def kv_transfer(message: serving_pb2.KvTransfer) -> KvTransfer:
     )  # fmt: skip
 
 
-def matching(message: serving_pb2.Matching) -> Matching:
-    own = Matching()
+def matching(message: serving_pb2.Matching, own: Matching = USUAL_MATCHING) -> Matching:
     return Matching(
         **{f.name: factor(message, f.name, f"matching.{f.name}", getattr(own, f.name)) for f in fields(own)}
     )
+
+
+def topology(message: serving_pb2.AfdTopology) -> Topology:
+    names = ("attention_nodes", "ffn_nodes", "attention_tp", "ffn_ep", "microbatches")
+    given = {name: count(getattr(message, name), f"disaggregated.afd.{name}", most=MAX_WIDTH) for name in names}
+    return Topology(**given, optimistic=message.is_optimistic)
 
 
 def space(message: search_pb2.Space, path: str, moe: bool = True) -> Space:

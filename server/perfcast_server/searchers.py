@@ -23,6 +23,8 @@ from perfcast_server.settings import Settings, child_environment
 
 log = logging.getLogger("perfcast.search")
 
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # more would not survive a fork
+
 
 class Searchers:
     """At most ``search_workers`` processes at work and ``max_searches`` searches asked for."""
@@ -144,7 +146,7 @@ class Nursery:
                         "perfcast_server.search_process",
                         json.dumps(asdict(self._settings)),
                         stdin=theirs.fileno(),
-                        env=child_environment(),
+                        env=child_environment() | ONE_THREAD,
                     )
                 control.setblocking(False)
                 self._control = control

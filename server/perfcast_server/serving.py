@@ -10,8 +10,12 @@ import numpy as np
 from google.protobuf.message import Message
 from perfcast.v1 import common_pb2, serving_pb2
 from perfcast_engine.answer import F64
+from perfcast_engine.config import FUSED
+from perfcast_engine.predictor import Engine, Predictor
 from perfcast_engine.profiles import LATENCY_CORRECTIONS
+from perfcast_engine.serving.afd import MATCHING
 from perfcast_engine.serving.aggregated import aggregated_memory
+from perfcast_engine.serving.disaggregated import USUAL_MATCHING
 from perfcast_engine.serving.estimate import (
     EngineLimits,
     Estimate,
@@ -41,6 +45,7 @@ PHASES = (Phases.BOTH, Phases.BOTH, Phases.PREFILL, Phases.DECODE)
 MAX_BEAM = 1024
 USUAL_TOKENS = 8192  # of one iteration, as the backends have it
 UNSAID = (common_pb2.ROLE_UNSPECIFIED, common_pb2.ROLE_BOTH)
+Told = dict[str, tuple[Engine, common_pb2.EngineConfig]]  # by role, with the configuration that was asked for
 ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 
 
@@ -63,24 +68,45 @@ class Serving:
             raise invalid("deployment", "is missing; give static, aggregated or disaggregated")
         given = getattr(request, kind)
         parts = {"prefill": given.prefill, "decode": given.decode} if kind == "disaggregated" else {"engine": given}
+        cut = kind == "disaggregated" and given.HasField("afd")
+        if cut:
+            del parts["decode"]
         ready = {role: await engine_of(self._engines, part, role, kind) for role, part in parts.items()}
-        return await self._engines.off_loop(lambda: self._estimated(request, kind, ready))
+        engines = {role: (one.engine, one.original) for role, one in ready.items()}
+        predictor = self._engines.predictor
 
-    def _estimated(self, request: serving_pb2.EstimateRequest, kind: str, ready: dict[str, Ready]) -> Message:
-        with asked.named_as_asked():
-            load = asked.workload(request.workload)
-            question = _Question(
-                getattr(request, kind),
-                {role: one.engine.worker for role, one in ready.items()},
-                load,
-                asked.limits(request.limits, request.nextn_accepted),
-                request.include_operators,
-            )
-            asked.check_length(load, request.static.stride or STRIDE, self._settings)
-            found: Estimate = getattr(question, kind)()
+        def estimated() -> Message:
+            with asked.named_as_asked():
+                return self._estimated(request, kind, engines | (self._sides(given, predictor) if cut else {}))
+
+        return await self._engines.off_loop(estimated)
+
+    def _sides(self, given: serving_pb2.DisaggregatedDeployment, predictor: Predictor) -> Told:
+        """The engines of the attention workers and of the FFN ranks that decode is cut into."""
+        original, topology = given.decode.config, asked.topology(given.afd)
+        wide = any(width > 1 for _, width in original.parallel.ListFields())
+        if given.decode.WhichOneof("engine") != "config" or wide:
+            raise invalid("disaggregated.decode.config", "must be given, without parallel sizes: afd has them")
+        config = wire.engine_config(original, self._settings.max_config_json_bytes)
+        config = replace(config, role="decode", resolution="estimate", moe_comm=FUSED)
+        experts, node = predictor.registry.spec(config).moe.experts, predictor.catalog.system(config.system)
+        mappings = zip(("decode", "ffn"), topology.mappings(node.gpus_per_node, experts), strict=True)
+        return {role: (predictor.engine(replace(config, parallel=at)), original) for role, at in mappings}
+
+    def _estimated(self, request: serving_pb2.EstimateRequest, kind: str, engines: Told) -> Message:
+        load = asked.workload(request.workload)
+        question = _Question(
+            getattr(request, kind),
+            {role: engine.worker for role, (engine, _) in engines.items()},
+            load,
+            asked.limits(request.limits, request.nextn_accepted),
+            request.include_operators,
+        )
+        asked.check_length(load, request.static.stride or STRIDE, self._settings)
+        found: Estimate = getattr(question, kind)()
         if not request.allow_out_of_memory:
             found.require_fit(kv=False)
-        return _told(found, kind, ready, load)
+        return _told(found, "afd" if "ffn" in engines else kind, engines, load)
 
     async def estimate_memory(self, request: serving_pb2.EstimateMemoryRequest) -> Message:
         ready = await self._engines.of(request)
@@ -137,33 +163,37 @@ class _Question:
         )
 
     def disaggregated(self) -> Estimate:
-        pools, factors = [], []
-        for number, (role, worker) in enumerate(self.workers.items()):
-            part, path = getattr(self.given, role), f"disaggregated.{role}"
+        pools, factors, ffn = [], [], self.workers.get("ffn")
+        for number, role in enumerate(ROLES):
+            worker, part, path = self.workers[role], getattr(self.given, role), f"disaggregated.{role}"
             usual = worker.profile[LATENCY_CORRECTIONS][number]
             factors.append(factor(part, "latency_correction", f"{path}.latency_correction", usual))
             batch = count(part.batch_per_rank, f"{path}.batch_per_rank")
             workers = count(part.workers_total, f"{path}.workers_total", 1)
             limits = self.limits if role == "decode" else replace(self.limits, accepted=0.0)
-            pools.append(Pool(worker=worker, batch=batch, workers=workers, limits=limits))
+            cut = (ffn, asked.topology(self.given.afd)) if ffn is not None and role == "decode" else None
+            pools.append(Pool(worker=worker, batch=batch, workers=workers, limits=limits, cut=cut))
         return estimate_disaggregated(
             pools[0],
             pools[1],
             self.load,
-            asked.matching(self.given.matching),
+            asked.matching(self.given.matching, USUAL_MATCHING if ffn is None else MATCHING),
             asked.kv_transfer(self.given.kv_transfer),
             corrections=(factors[0], factors[1]),
             operators=self.operators,
         )
 
 
-def _told(found: Estimate, kind: str, ready: Mapping[str, Ready], load: Workload) -> Message:
-    engines = {id(one.engine.worker): (one.engine, one.original) for one in ready.values()}
-    deployed = Deployed(lambda worker: engines[id(worker)], load)
+def _told(found: Estimate, kind: str, engines: Told, load: Workload) -> Message:
+    of_worker = {id(told[0].worker): told for told in engines.values()}
+    deployed = Deployed(lambda worker: of_worker[id(worker)], load)
     mode = serving_pb2.ServingMode.Value(f"SERVING_MODE_{kind.upper()}")
-    workers = {role: one.engine.worker for role, one in ready.items()}
+    workers = {role: engine.worker for role, (engine, _) in engines.items()}
+    ffn = workers.pop("ffn", None)
     deployment = deployed.message(found.rows.row(0), mode, workers)
-    roles = list(ready)
+    if ffn is not None:
+        deployed.index(ffn)
+    roles = list(engines)
     return serving_pb2.EstimateResponse(
         deployment=deployment,
         engines=deployed.engines,

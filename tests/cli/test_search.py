@@ -96,6 +96,10 @@ def test_estimates_of_every_kind() -> None:
     pools = ["--prefill", "tp=4,batch=1,workers=5", "--decode", "tp=4,batch=64,workers=3"]
     told = json.loads(run("estimate", *MODEL, "--backend", "trtllm", *LOAD, *pools, "--profile", "reference", "--json"))
     assert round(told["deployment"]["tokens_per_s_per_gpu"], 3) == 572.657
+    cut = ["--prefill", "tp=4,batch=1,workers=5", "--decode", "batch=64", "--afd"]
+    cut.append("attention_nodes=2,ffn_nodes=1,attention_tp=4")
+    text = run("estimate", *MODEL, "--backend", "trtllm", *LOAD, *cut)
+    assert re.search(r"GPUs +44 ", text) and re.search(r"GiB +prefill +attention +ffn", text)
     for mode in ("agg", "static", "static_ctx", "static_gen"):
         asked = ["--mode", mode, "--tp", "4", "--batch", "16", "--operators"]
         text = run("estimate", *MODEL, "--backend", "trtllm", *LOAD, *asked)
@@ -115,6 +119,10 @@ def test_estimates_of_every_kind() -> None:
         (["search", *MODEL, "--backend", "vlm"], "UNKNOWN_BACKEND"),
         (["search", *MODEL, "--images", "big"], "images"),
         (["search", *MODEL, "--deadline", "0.000001"], "deadline"),
+        (["search", *MODEL, "--gpus", "0"], "total_gpus: 0 must be above 0"),
+        (["search", *MODEL, "--ttft", "0"], "targets.ttft_ms"),
+        (["search", *MODEL, "--kv-gb-per-s", "0"], "kv_gb_per_s"),
+        (["recommend", *MODEL, "--concurrency", "8", "--max-gpus", "0"], "max_gpus"),
         (["exp", sys.executable], "no text in UTF-8"),
     ],
 )

@@ -66,6 +66,8 @@ def test_units_stand_in_the_contract() -> None:
         ({"objective": "speed"}, "objective"),
         ({"top": "many"}, "top"),
         ({"top": True}, "top"),
+        ({"top": 0}, "top"),
+        ({"total_gpus": 0}, "total_gpus"),
         ({"targets": {"ttft_ms": "soon"}}, "targets.ttft_ms"),
         ({"targets": {"ttft": 1}}, "targets.ttft"),
         ({"space": {"tp": [1, 2.5]}}, "space.tp[1]"),

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 from perfcast_client import (
+    Afd,
     Aggregated,
     AsyncClient,
     Client,
@@ -388,3 +389,27 @@ def test_attention_and_ffn_may_decode_apart(client: Client) -> None:
         == prefill.workers_total * prefill.gpus_per_worker + decode.workers_total * decode.gpus_per_worker
     )
     assert best.ranking.meets_targets and experiment.name == "afd_trtllm"
+    first = Pool(
+        engine=experiment.engines[prefill.engine].config, batch=prefill.batch_per_rank, workers=prefill.workers_total
+    )
+    cut = Afd(
+        attention_nodes=best.afd.attention_nodes,
+        ffn_nodes=best.afd.ffn_nodes,
+        attention_tp=best.afd.attention_tp,
+        ffn_ep=best.afd.ffn_ep,
+        microbatches=best.afd.microbatches,
+        optimistic=best.afd.is_optimistic,
+    )
+    second = Pool(engine=engine, batch=decode.batch_per_rank, workers=decode.workers_total)
+    alone = client.estimate(Disaggregated(prefill=first, decode=second, afd=cut), LOAD)
+    for name in ("ttft_ms", "tpot_ms", "tokens_per_s_per_gpu", "gpus_total", "concurrency_total", "afd"):
+        assert getattr(alone.deployment, name) == getattr(best, name), name
+    assert len(alone.memory) == len(alone.engines) == 3 and alone.deployment.mode == "afd"
+    widths = {"attention_nodes": 1, "ffn_nodes": 1, "attention_tp": 4}
+    for change, field in (({"ffn_nodes": 0}, "ffn_nodes"), ({"ffn_ep": 3}, "ffn_ep")):
+        with pytest.raises(InvalidRequest) as caught:
+            client.estimate(Disaggregated(prefill=first, decode=second, afd=Afd(**widths | change)), LOAD)
+        assert caught.value.details["field"] == f"disaggregated.afd.{field}"
+    with pytest.raises(InvalidRequest, match="afd has them"):
+        wide = dataclasses.replace(second, engine=dataclasses.replace(engine, tp=4))
+        client.estimate(Disaggregated(prefill=first, decode=wide, afd=Afd(**widths)), LOAD)

@@ -11,7 +11,6 @@ from perfcast_engine.config import FUSED, EngineConfig, ParallelConfig
 from perfcast_engine.errors import EngineError
 from perfcast_engine.search.task import SearchTask, Workshop
 from perfcast_engine.serving.afd import Topology, afd
-from perfcast_engine.serving.disaggregated import Matching
 from perfcast_engine.serving.rows import Rows
 from perfcast_engine.serving.worker import Worker
 
@@ -19,8 +18,6 @@ MAX_RATIO = 4.0  # attention nodes over FFN nodes
 MICROBATCHES = (2, 3, 4)
 OPTIMISTIC_FROM = 3  # micro-batches that can hide the transfer
 BATCHES = np.array([1, 2, 4, *range(8, 1025, 8)], np.float64)
-AFD_MATCHING = Matching(decode_degradation=0.95)
-COLUMNS = ("attention_nodes", "ffn_nodes", "attention_tp", "ffn_ep", "microbatches", "optimistic")
 
 
 def topologies(budget: int, gpus_per_node: int, experts: int) -> Iterator[Topology]:
@@ -51,8 +48,7 @@ def candidates(task: SearchTask, config: EngineConfig, shop: Workshop) -> Iterat
     experts, g = shop.model(config).moe.experts, shop.system(config).gpus_per_node
     kept: dict[ParallelConfig, Worker | EngineError] = {}
 
-    def engine(tp: int, ep: int) -> Worker:
-        at = ParallelConfig(tp=tp, moe_tp=tp // ep, moe_ep=ep)
+    def engine(at: ParallelConfig) -> Worker:
         if at not in kept:
             (kept[at],) = shop.workers(replace(config, role="decode", resolution="estimate", moe_comm=FUSED), [at])
         found = kept[at]
@@ -62,14 +58,11 @@ def candidates(task: SearchTask, config: EngineConfig, shop: Workshop) -> Iterat
 
     for topology in topologies(task.total_gpus or 8 * g, g, experts):
         try:
-            attention = engine(topology.attention_tp, topology.attention_tp if experts else 1)
-            ffn = engine(topology.ffn_nodes * g, topology.ffn_ep)
+            attention, ffn = map(engine, topology.mappings(g, experts))
             rows, own, other = afd(attention, ffn, topology, task.load, BATCHES)
         except EngineError as error:
             yield error
             continue
         out, over = attention.memory.verdict(own, attention.memory.kv_fraction(task.memory_fraction))
         fits = ~(out | over | (other.total >= ffn.memory.capacity))
-        columns = {f"afd_{name}": np.full(len(rows), float(getattr(topology, name))) for name in COLUMNS}
-        zero = np.zeros(len(rows))
-        yield attention, rows.with_(power_w=zero, encode_ms=zero, ttft_ms=zero, **columns).take(fits)
+        yield attention, rows.take(fits)

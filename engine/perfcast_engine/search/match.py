@@ -257,7 +257,7 @@ def _pairs(
 ) -> Rows:
     p, d = prefill.rows.take(at_p), decode.rows.take(at_d)
     rows = paired(p, d, found.prefill_workers[at_d, at_p], found.decode_workers[at_d, at_p], load, matching)
-    extra = {name: d[name] for name in d.columns if name.startswith("afd_")}
+    extra = {}
     if "cell_engines" in p:
         extra = {name: p[name] for name in p.columns if name.startswith("encode_")}
         extra["prefill_workers"] = p["cell_engines"]

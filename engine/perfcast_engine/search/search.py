@@ -42,6 +42,7 @@ from perfcast_engine.search.task import (
     Status,
     Workshop,
 )
+from perfcast_engine.serving.afd import MATCHING
 from perfcast_engine.serving.aggregated import prompt_to_compute
 from perfcast_engine.serving.disaggregated import with_transfer
 from perfcast_engine.serving.estimate import EngineLimits
@@ -187,10 +188,10 @@ class _Run:
         decode = concatenated(parts)
         if not len(decode):
             return self.nothing(decode)
-        names = [decode[f"afd_{name}"] for name in afd.COLUMNS]
+        names = [column for name, column in decode.columns.items() if name.startswith("afd_")]
         shape = np.unique(np.stack(names, axis=1), axis=0, return_inverse=True)[1].ravel()
         counts = task.replica.counts(CORRECTED, task.total_gpus, False)
-        shared = (task.load, afd.AFD_MATCHING)
+        shared = (task.load, MATCHING)
         side = match.useful(replace(self._role(decode), group=shape), "tpot_ms")
         rows = match.every_pair(self._role(prefill), side, counts, task.replica, *shared)
         if not len(rows):

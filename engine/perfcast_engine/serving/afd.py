@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import comb
 from typing import Any
 
 import numpy as np
 
 from perfcast_engine.answer import F64, Points
+from perfcast_engine.config import ParallelConfig
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
 from perfcast_engine.memory import Footprint
 from perfcast_engine.ops.all_to_all import MoeAllToAll
@@ -18,11 +19,13 @@ from perfcast_engine.ops.base import Op, Reads
 from perfcast_engine.ops.collective import P2P, AllReduce, Nccl
 from perfcast_engine.ops.memory_bound import Elementwise
 from perfcast_engine.ops.moe_dispatch import MoeDispatch
+from perfcast_engine.serving.disaggregated import Matching
 from perfcast_engine.serving.rows import Rows
 from perfcast_engine.serving.worker import Worker
 from perfcast_engine.serving.workload import Workload
 from perfcast_engine.step import DEFAULT_STRIDE
 
+MATCHING = Matching(decode_degradation=0.95)
 COLLECTIVES = (AllReduce, Nccl, P2P, MoeDispatch, MoeAllToAll)
 ELEMENT_BYTES = 2
 ATTENTION, FFN = "attention", "ffn"
@@ -65,6 +68,19 @@ class Topology:
 
     def gpus(self, gpus_per_node: int) -> int:
         return (self.attention_nodes + self.ffn_nodes) * gpus_per_node
+
+    def mappings(self, gpus_per_node: int, experts: int) -> tuple[ParallelConfig, ParallelConfig]:
+        """The parallel sizes of an attention worker, and of all FFN ranks together."""
+        ranks, ep = self.ffn_nodes * gpus_per_node, self.ffn_ep if experts else 1
+        if ranks % ep or experts % ep:
+            raise InvalidField("afd.ffn_ep", f"must divide {ranks} FFN ranks and {experts} experts", why="range")
+        sides = (self.attention_tp, self.attention_tp if experts else 1), (ranks, ep)
+        attention, ffn = (ParallelConfig(tp=tp, moe_tp=tp // ep, moe_ep=ep) for tp, ep in sides)
+        return attention, ffn
+
+    def columns(self, number: int) -> dict[str, F64]:
+        """Every field, for as many rows."""
+        return {f"afd_{f.name}": np.full(number, float(getattr(self, f.name))) for f in fields(self)}
 
 
 def placed(ops: Sequence[Op], place: str) -> list[Op]:
@@ -147,7 +163,7 @@ def prefill_ms(attention: Worker, ffn: Worker, topology: Topology, load: Workloa
 def afd(
     attention: Worker, ffn: Worker, topology: Topology, load: Workload, batch: Any, stride: int = DEFAULT_STRIDE
 ) -> tuple[Rows, Footprint, Footprint]:
-    """``batch`` requests (N,) on each attention worker: rows, and the memory of an attention and of an FFN GPU.
+    """``batch`` requests (N,) on each attention worker: decode rows, and the memory of an attention and of an FFN GPU.
 
     ``attention`` has the topology's attention_tp; ``ffn`` spans all FFN ranks. Raises what operators raise.
     """
@@ -160,7 +176,7 @@ def afd(
     at = Points.of(tokens, np.tile(load.isl + offsets + 1, len(batch)), 0, tokens)
     steps = step_ms(*_layer_times(attention, ffn, topology, at, True), topology, attention.layers, True)
     tpot: F64 = (steps.reshape(len(batch), -1) * held).sum(axis=1) / held.sum()
-    workers, gpus = topology.workers(g), topology.gpus(g)
+    workers, gpus, zero = topology.workers(g), topology.gpus(g), np.zeros(len(batch))
     rate = workers * batch / tpot * 1000
     resident = replace(attention.memory, weight_bytes=_weights(attention, ATTENTION))
     own = resident.footprint(micro * topology.microbatches, load.isl, load.osl, micro)
@@ -170,7 +186,9 @@ def afd(
         {
             "batch": batch,
             "concurrency": workers * batch,
+            "ttft_ms": zero,
             "tpot_ms": tpot,
+            "encode_ms": zero,
             "tokens_per_s": rate,
             "tokens_per_s_per_gpu": rate / gpus,
             "tokens_per_s_per_user": 1000 / tpot,
@@ -178,6 +196,8 @@ def afd(
             "requests_per_s_per_gpu": rate / load.osl / gpus,
             "gpus": np.full(len(batch), float(gpus)),
             "memory_gib": np.maximum(own.gib, other.gib),
+            "power_w": zero,
+            **topology.columns(len(batch)),
         }
     )
     return rows, own, other

@@ -81,6 +81,7 @@ def paired(
             "decode_workers": n_d,
             **prefill.prefixed("prefill_", WORKER_COLUMNS),
             **decode.prefixed("decode_", WORKER_COLUMNS),
+            **{name: column for name, column in decode.columns.items() if name.startswith("afd_")},
             "decode_requests_per_s": np.where(np.isfinite(decode["requests_per_s"]), decode["requests_per_s"], 0.0),
         }
     )

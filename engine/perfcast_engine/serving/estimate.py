@@ -17,6 +17,7 @@ from perfcast_engine.profiles import (
     ROUNDED_ROWS,
     SINGLE_POINT_TTFT,
 )
+from perfcast_engine.serving.afd import MATCHING, Topology, afd
 from perfcast_engine.serving.aggregated import aggregated
 from perfcast_engine.serving.disaggregated import USUAL_MATCHING, Matching, paired, with_transfer
 from perfcast_engine.serving.rows import Rows
@@ -148,12 +149,14 @@ def estimate_aggregated(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """The engines of one role: ``workers`` alike, ``batch`` requests per rank on each."""
+    """The engines of one role: ``workers`` alike, ``batch`` requests per rank on each. A decode pool may be ``cut``:
+    each of its workers is then a topology of attention workers (``worker``) and of FFN ranks."""
 
     worker: Worker
     batch: int
     workers: int
     limits: EngineLimits = DEFAULTS
+    cut: tuple[Worker, Topology] | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "workers"):
@@ -186,11 +189,22 @@ def estimate_disaggregated(
         ("decode", decode, Phases.DECODE, decode_factor),
     ):
         pool.limits.check(pool.worker)
+        if pool.cut is not None:
+            if pool.limits.accepted:
+                raise InvalidField("nextn_accepted", "is not modelled where attention and FFN decode apart", why="afd")
+            ffn, topology = pool.cut
+            found, own, other = afd(pool.worker, ffn, topology, load, pool.batch)
+            rows.append(found)
+            for part, worker, memory in ((role, pool.worker, own), ("ffn", ffn, other)):
+                fit[part] = fit_of(worker, memory, pool.limits.memory_fraction, False)
+            continue
         served = static(pool.worker, load, pool.batch, phases, correction=factor, operators=operators).raise_first()
         rows.append(side_rows(served.rows, pool.worker, load, phases, pool.limits.accepted))
         fit[role] = fit_of(pool.worker, served.memory, pool.limits.memory_fraction, False)
         steps |= served.steps
-    if matching is None:
+    if matching is None and decode.cut is not None:
+        matching = MATCHING
+    elif matching is None:
         matching = Matching(ttft_factor=1.0) if profile[SINGLE_POINT_TTFT] else USUAL_MATCHING
     first = with_transfer(rows[0], prefill.worker, load, kv_transfer, matching.ttft_factor)
     return Estimate(profile.name, paired(first, rows[1], prefill.workers, decode.workers, load, matching), fit, steps)

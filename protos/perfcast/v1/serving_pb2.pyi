@@ -38,7 +38,7 @@ class _ServingModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     SERVING_MODE_DISAGGREGATED: _ServingMode.ValueType  # 3
     """Prefill and decode on workers of their own."""
     SERVING_MODE_AFD: _ServingMode.ValueType  # 4
-    """As before, and decode cut in two: attention and FFN on nodes of their own. Of searches only."""
+    """As before, and decode cut in two: attention and FFN on nodes of their own."""
 
 class ServingMode(_ServingMode, metaclass=_ServingModeEnumTypeWrapper): ...
 
@@ -50,7 +50,7 @@ SERVING_MODE_AGGREGATED: ServingMode.ValueType  # 2
 SERVING_MODE_DISAGGREGATED: ServingMode.ValueType  # 3
 """Prefill and decode on workers of their own."""
 SERVING_MODE_AFD: ServingMode.ValueType  # 4
-"""As before, and decode cut in two: attention and FFN on nodes of their own. Of searches only."""
+"""As before, and decode cut in two: attention and FFN on nodes of their own."""
 Global___ServingMode: typing_extensions.TypeAlias = ServingMode
 
 class _StaticPhases:
@@ -309,6 +309,7 @@ class DisaggregatedDeployment(google.protobuf.message.Message):
     DECODE_FIELD_NUMBER: builtins.int
     KV_TRANSFER_FIELD_NUMBER: builtins.int
     MATCHING_FIELD_NUMBER: builtins.int
+    AFD_FIELD_NUMBER: builtins.int
     @property
     def prefill(self) -> Global___WorkerPool: ...
     @property
@@ -317,6 +318,12 @@ class DisaggregatedDeployment(google.protobuf.message.Message):
     def kv_transfer(self) -> Global___KvTransfer: ...
     @property
     def matching(self) -> Global___Matching: ...
+    @property
+    def afd(self) -> Global___AfdTopology:
+        """Cuts decode in two, mode AFD: the parallel sizes of its engine are those of the topology, the batch is that of an
+        attention worker.
+        """
+
     def __init__(
         self,
         *,
@@ -324,9 +331,10 @@ class DisaggregatedDeployment(google.protobuf.message.Message):
         decode: Global___WorkerPool | None = ...,
         kv_transfer: Global___KvTransfer | None = ...,
         matching: Global___Matching | None = ...,
+        afd: Global___AfdTopology | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["decode", b"decode", "kv_transfer", b"kv_transfer", "matching", b"matching", "prefill", b"prefill"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["decode", b"decode", "kv_transfer", b"kv_transfer", "matching", b"matching", "prefill", b"prefill"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["afd", b"afd", "decode", b"decode", "kv_transfer", b"kv_transfer", "matching", b"matching", "prefill", b"prefill"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["afd", b"afd", "decode", b"decode", "kv_transfer", b"kv_transfer", "matching", b"matching", "prefill", b"prefill"]) -> None: ...
 
 Global___DisaggregatedDeployment: typing_extensions.TypeAlias = DisaggregatedDeployment
 
