@@ -8,35 +8,7 @@ from typing import Any
 
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.models.config_reader import Reader
-
-ALGO_ALIASES = {"w4a16_mxfp4": "mxfp4", "mixed-precision": "mixed_precision", "mixedprecision": "mixed_precision"}
-# algo -> (gemm, moe); "fp8" means per-tensor scales: static unless the activations are scaled on the fly
-WHOLE_MODEL = {
-    "fp8": ("fp8", "fp8"),
-    "fp8_block": ("fp8_block", "fp8_block"),
-    "nvfp4": ("nvfp4", "nvfp4"),
-    "mxfp4": ("bfloat16", "w4a16_mxfp4"),
-}
-CACHE_ALIASES = dict.fromkeys(("fp8", "e4m3", "e5m2"), "fp8") | dict.fromkeys(
-    ("fp16", "float16", "bf16", "bfloat16"), "bfloat16"
-)
-PER_LAYER = {"fp8": "fp8", "e4m3": "fp8", "e5m2": "fp8", "nvfp4": "nvfp4", "fp4": "nvfp4"} | {
-    name: name for name in ("mxfp8", "w4a16_nvfp4")
-}
-# by presence among the layers, first hit
-MIXED_GEMM = (("mxfp8", "fp8_block"), ("fp8", "fp8"), ("w4a16_nvfp4", "w4a16_nvfp4"), ("nvfp4", "nvfp4"))
-MIXED_MOE = (("w4a16_nvfp4", "w4a16_nvfp4"), ("nvfp4", "nvfp4"), ("mxfp8", "fp8_block"), ("fp8", "fp8"))
-# (bits, type) -> algorithm of a compressed-tensors group, and the modes it means for dense and expert weights
-PACKED = {(4, "int"): "int4_wo", (8, "int"): "int8_wo", (8, "float"): "fp8", (4, "float"): "w4a16_mxfp4"}
-PACKED_GEMM = {"int4_wo", "int8_wo", "fp8", "fp8_block"}
-PACKED_MOE = {"int4_wo", "fp8", "fp8_block", "w4a16_mxfp4"}
-ATTENTION_GROUPS = {
-    "q": ("q_a_proj", "q_b_proj", "q_proj"),
-    "kv": ("kv_a_proj", "kv_b_proj", "kv_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "indexer": ("indexer",),
-}
-SPLIT_ALGOS = {"fp8": "fp8_static", "mxfp8": "fp8", "nvfp4": "nvfp4", "w4a16_nvfp4": "w4a16_nvfp4"}
+from perfcast_engine.models.quantization import rows
 
 
 def quant_facts(top: Reader, body: Reader, hf: Reader, family: str) -> dict[str, Any]:
@@ -60,8 +32,9 @@ def quant_facts(top: Reader, body: Reader, hf: Reader, family: str) -> dict[str,
         for name in names
         for pattern in reader.strings(name)
     ]
-    if family in KEEPS:
-        keep = {name: value for name, value in KEEPS[family](patterns).items() if value or name == "attn_named"}
+    if family in rows("keeps"):
+        kept = KEEPS[rows("keeps")[family]](patterns)
+        keep = {name: value for name, value in kept.items() if value or name == "attn_named"}
         if keep:
             out["keep_bf16"] = keep
     if family == "QWEN35":
@@ -94,8 +67,8 @@ def _modes(top: Reader, own: Reader, theirs: Reader, family: str) -> dict[str, s
         gemm, moe = _mixed(own, theirs, dynamic)
     elif algo == "compressed-tensors":
         gemm, moe = _compressed(own)
-    elif algo in WHOLE_MODEL or not algo:
-        gemm, moe = WHOLE_MODEL.get(algo, (None, None))
+    elif algo in rows("whole_model"):
+        gemm, moe = rows("whole_model")[algo]
         gemm = _per_tensor(gemm, dynamic)
     else:
         raise InvalidField(own.path, f"unknown quantisation {algo!r}", why="quant_algo")
@@ -107,7 +80,7 @@ def _modes(top: Reader, own: Reader, theirs: Reader, family: str) -> dict[str, s
     if family == "DEEPSEEKV4":
         kv = "fp8"
     fmha = None
-    if algo and (algo in ("fp8", "fp8_block", "nvfp4") or cache == "fp8"):
+    if algo and (algo in rows("fp8_attention") or cache == "fp8"):
         fmha = kv = "fp8"
     named = {"gemm": gemm, "moe": moe, "kv": kv, "fmha": fmha}
     return {name: value for name, value in named.items() if value}
@@ -121,7 +94,7 @@ def _algo(own: Reader, theirs: Reader) -> str:
     algo = _first(
         theirs.text("quant_algo"), own.text("quant_algo"), own.text("quant_method"), own.text("quantization_method")
     )
-    algo = ALGO_ALIASES.get(algo, algo)
+    algo = rows("algo_aliases").get(algo, algo)
     return "fp8_block" if algo == "fp8" and own.items("weight_block_size") else algo
 
 
@@ -130,7 +103,8 @@ def _cache_algo(top: Reader, own: Reader, theirs: Reader) -> str:
     stated = top.text("kv_cache_quant_algo") or theirs.text("kv_cache_quant_algo")
     algo = _first(stated, *(own.text(name) for name in names))
     if algo:
-        return CACHE_ALIASES.get(algo, algo)
+        alias: str = rows("cache_aliases").get(algo, algo)
+        return alias
     scheme = own.object("kv_cache_scheme")
     kind, bits = scheme.text("type").lower(), scheme.integer("num_bits", default=0)
     if "fp8" in kind or (kind == "float" and 0 < bits <= 8):
@@ -190,13 +164,13 @@ def _is_routed_expert(path: str) -> bool:
 def _mixed(own: Reader, theirs: Reader, dynamic: bool) -> tuple[str | None, str | None]:
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for path, algo in chain(_listed_layers(theirs, own), _grouped_layers(own)):
-        if algo in PER_LAYER:
-            found[_is_routed_expert(path)].add(PER_LAYER[algo])
-    moe = next((mode for algo, mode in MIXED_MOE if algo in found[True]), None)
+        if algo in rows("per_layer"):
+            found[_is_routed_expert(path)].add(rows("per_layer")[algo])
+    moe = next((mode for algo, mode in rows("mixed_moe").items() if algo in found[True]), None)
     if own.text("quant_method").lower() == "fp8":
         gemm: str | None = "fp8_block" if own.items("weight_block_size") else "fp8"
     else:
-        gemm = next((mode for algo, mode in MIXED_GEMM if algo in found[False]), None)
+        gemm = next((mode for algo, mode in rows("mixed_gemm").items() if algo in found[False]), None)
     return _per_tensor(gemm, dynamic), moe
 
 
@@ -204,31 +178,27 @@ def _compressed(own: Reader) -> tuple[str | None, str | None]:
     base = None
     for group in _groups(own):
         weights = group.object("weights")
-        base = PACKED.get((weights.integer("num_bits", default=0), weights.text("type").lower()))
+        base = rows("packed").get(weights.text("type").lower(), {}).get(weights.integer("num_bits", default=0))
         if base == "fp8" and (weights.text("strategy") == "block" or weights.get("block_structure")):
             base = "fp8_block"
         if base:
             break
     ignored = [pattern.lower() for pattern in own.strings("ignore")]
-    attention = ("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
-    gemm = None if any(mark in pattern for pattern in ignored for mark in attention) else base
+    gemm = None if any(mark in pattern for pattern in ignored for mark in rows("packed_attention")) else base
     moe = None if any("expert" in pattern and "shared_expert" not in pattern for pattern in ignored) else base
-    for mode, known, what in ((gemm, PACKED_GEMM, "dense"), (moe, PACKED_MOE, "expert")):
-        if mode is not None and mode not in known:
+    for mode, what in ((gemm, "dense"), (moe, "expert")):
+        if mode is not None and mode not in rows("packed_modes")[what]:
             raise InvalidField(own.path, f"{mode} is no mode of {what} weights", why="quant_algo")
     return gemm, moe
 
 
 def _attention_groups(patterns: list[str]) -> set[str]:
     """The groups of attention projections that the exclusion patterns name; all where they name self_attn at large."""
-    markers = list(chain.from_iterable(ATTENTION_GROUPS.values()))
-    if any("self_attn" in pattern and not any(mark in pattern for mark in markers) for pattern in patterns):
-        return set(ATTENTION_GROUPS)
-    return {
-        group
-        for group, marks in ATTENTION_GROUPS.items()
-        if any(mark in pattern for pattern in patterns for mark in marks)
-    }
+    groups = rows("attention_groups")
+    named = [{group for group, marks in groups.items() if any(mark in p for mark in marks)} for p in patterns]
+    if any("self_attn" in pattern and not found for pattern, found in zip(patterns, named, strict=True)):
+        return set(groups)
+    return set().union(*named)
 
 
 def _latent_keeps(patterns: list[str]) -> dict[str, Any]:
@@ -240,27 +210,26 @@ def _latent_keeps(patterns: list[str]) -> dict[str, Any]:
     return keep
 
 
-def _gemma_keeps(patterns: list[str]) -> dict[str, Any]:
+def _dense_keeps(patterns: list[str]) -> dict[str, Any]:
     lower = [pattern.lower() for pattern in patterns]
     attn = ["all"] if any("self_attn" in pattern for pattern in lower) else []
     return {"attn": attn, "mlp": any(".mlp" in pattern for pattern in lower)}
 
 
-KEEPS = {"DEEPSEEK": _latent_keeps, "KIMIK25": _latent_keeps, "DEEPSEEKV32": _latent_keeps, "GEMMA4MIX": _gemma_keeps}
+KEEPS = {"latent": _latent_keeps, "dense": _dense_keeps}
 
 
 def _split(layers: Iterator[tuple[str, str]], patterns: list[str]) -> dict[str, str]:
     """Gemm modes of the projections, dense FFNs and shared experts that differ from the rest (spec/05 3.6)."""
     split: dict[str, str] = {}
     for path, algo in layers:
-        if algo not in SPLIT_ALGOS:
-            continue
-        if ".linear_attn." in path or ".self_attn." in path:
-            split["projection"] = SPLIT_ALGOS[algo]
-        elif "shared_expert" in path:
-            split["shared"] = SPLIT_ALGOS[algo]
-        elif ".mlp." in path and not _is_routed_expert(path):
-            split["dense_ffn"] = SPLIT_ALGOS[algo]
+        mode = rows("split").get(algo)
+        if mode and (".linear_attn." in path or ".self_attn." in path):
+            split["projection"] = mode
+        elif mode and "shared_expert" in path:
+            split["shared"] = mode
+        elif mode and ".mlp." in path and not _is_routed_expert(path):
+            split["dense_ffn"] = mode
     excluded = {
         "projection": any("linear_attn" in p or "self_attn" in p for p in patterns),
         "shared": any("shared_expert" in p for p in patterns),

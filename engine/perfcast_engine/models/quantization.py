@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from perfcast_engine.config import QuantOverrides
+from perfcast_engine.data import table
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.models.spec import ModelSpec
 
 # fmha modes that a context table holds jointly with a KV mode (None: with any); empty where it records none
 ContextFmha = Callable[[str, str | None], frozenset[str]]
 
-HOPPER = "hopper"
-BLACKWELL = "blackwell"
-NO_NATIVE_FP4 = {"nvfp4": "nvfp4_wo"}  # below Blackwell FP4 weights are widened on the fly
-NATIVE_FP4_EXPERTS = ("w4a8_mxfp4_mxfp8", "nvfp4")
+HOPPER, BLACKWELL = "hopper", "blackwell"
 
 
 def generation(sm: int | None) -> str:
     return BLACKWELL if (sm or 0) >= 100 else HOPPER if sm == 90 else ""
+
+
+def rows(name: str) -> Any:
+    """One table of models/quantisation.yaml."""
+    return table("models/quantisation")[name]
+
+
+def fitting(name: str, **case: str | None) -> Mapping[str, Any]:
+    """The first row of a table of which every column that ``case`` knows is as there; an empty one where none is."""
+    return next((row for row in rows(name) if all(row.get(key, value) == value for key, value in case.items())), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,53 +43,10 @@ class QuantModes:
     gemm_explicit: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertRule:
-    """Expert weights of a model that a backend runs in another mode than the checkpoint states, unless told."""
-
-    backend: str
-    generation: str
-    mode: str
-    family: str
-    inferred: str | None = None  # only for this mode of the checkpoint
-    arch: str | None = None
-    only: str | None = None  # resolution
-    not_on: str | None = None  # MoE backend
-
-
-EXPERT_RULES = (
-    ExpertRule("trtllm", BLACKWELL, "w4a8_mxfp4_mxfp8", "MOE", arch="GptOssForCausalLM", only="search"),
-    ExpertRule(
-        "sglang", BLACKWELL, "w4a8_mxfp4_mxfp8_trtllm", "DEEPSEEKV4", inferred="w4a8_mxfp4_mxfp8", not_on="megamoe"
-    ),
-    ExpertRule("sglang", HOPPER, "w4a16_mxfp4_cutlass", "DEEPSEEKV4", inferred="w4a8_mxfp4_mxfp8", not_on="megamoe"),
-    ExpertRule("sglang", BLACKWELL, "w4a8_mxfp4_mxfp8", "KIMIK3", inferred="w4a16_mxfp4"),
-)
-EXPERT_REMAP = {("vllm", "NEMOTRONH", "w4a16_nvfp4"): "nvfp4"}
-
-# (family, backend) whose inferred fp8 attention a single estimate runs in bfloat16; "" is any
-BFLOAT16_ATTENTION = {("DEEPSEEKV32", "trtllm"), ("DEEPSEEKV32", "sglang"), ("DEEPSEEKV4", ""), ("", "vllm")}
-
-# (family, backend) -> context table that says which fmha modes are measured; "" is any
-CONTEXT_TABLES = {
-    ("DEEPSEEKV4", ""): "deepseek_v4_context_module",
-    ("DEEPSEEKV32", ""): "dsa_context_module",
-    ("DEEPSEEK", "vllm"): "context_attention",
-    ("KIMIK25", "vllm"): "context_attention",
-    ("KIMIK3", "vllm"): "context_attention",
-    ("DEEPSEEK", ""): "context_mla",
-    ("KIMIK25", ""): "context_mla",
-    ("KIMIK3", ""): "context_mla",
-}
-LARGE_EP_CONTEXT_TABLES = {
-    (family, backend): table
-    for family in ("DEEPSEEK", "KIMIK25")
-    for backend, table in (("sglang", "wideep_context_mla"), ("trtllm", "context_mla_granular"))
-}
-
-
 def context_table(family: str, backend: str) -> str:
-    return CONTEXT_TABLES.get((family, backend)) or CONTEXT_TABLES.get((family, "")) or "context_attention"
+    """The context table that says which attention modes are measured."""
+    found: str = fitting("context_tables", family=family, backend=backend).get("table", "context_attention")
+    return found
 
 
 def context_tables(spec: ModelSpec, backend: str, fused: bool, large_ep: bool) -> list[str]:
@@ -91,7 +56,7 @@ def context_tables(spec: ModelSpec, backend: str, fused: bool, large_ep: bool) -
         table = "context_mla_granular"
     tables = [table] if fused else []
     if large_ep:
-        tables.append(LARGE_EP_CONTEXT_TABLES.get((spec.family, backend), table))
+        tables.append(fitting("large_ep_context_tables", family=spec.family, backend=backend).get("table", table))
     return list(dict.fromkeys(tables))
 
 
@@ -143,24 +108,21 @@ def _for_estimate(spec: ModelSpec, asked: QuantOverrides, where: Situation, meas
     if asked.moe is None:
         asked = replace(asked, moe=_expert_rule(spec, where))
     if generation(where.sm) != BLACKWELL:
-        asked = replace(
-            asked,
-            gemm=NO_NATIVE_FP4.get(asked.gemm or implied.gemm or "", asked.gemm),
-            moe=NO_NATIVE_FP4.get(asked.moe or _remapped(spec, where) or "", asked.moe),
-        )
+        widened, gemm, moe = rows("without_native_fp4"), asked.gemm or implied.gemm, asked.moe or _remapped(spec, where)
+        asked = replace(asked, gemm=widened.get(gemm, asked.gemm), moe=widened.get(moe, asked.moe))
     return _with_defaults(spec, asked, where)
 
 
 def _with_defaults(spec: ModelSpec, asked: QuantOverrides, where: Situation) -> QuantModes:
     modes = _filled(asked, spec, _remapped(spec, where))
-    keys = {(spec.family, where.backend), (spec.family, ""), ("", where.backend)}
-    if asked.fmha is None and modes.fmha == "fp8" and keys & BFLOAT16_ATTENTION:
+    widened = fitting("bfloat16_attention", family=spec.family, backend=where.backend)
+    if asked.fmha is None and modes.fmha == "fp8" and widened:
         return replace(modes, fmha="bfloat16")
     return modes
 
 
 def _for_search(spec: ModelSpec, asked: QuantOverrides, where: Situation, measured: ContextFmha) -> QuantModes:
-    if spec.family == "DEEPSEEKV4" and spec.quant.moe in NATIVE_FP4_EXPERTS and generation(where.sm) == HOPPER:
+    if spec.family == "DEEPSEEKV4" and spec.quant.moe in rows("native_fp4_experts") and generation(where.sm) == HOPPER:
         raise InvalidField(
             "model",
             f"{spec.id} stores FP4 experts, which Hopper GPUs do not run; take an FP8 checkpoint",
@@ -168,9 +130,8 @@ def _for_search(spec: ModelSpec, asked: QuantOverrides, where: Situation, measur
         )
     modes = _filled(asked, spec, _expert_rule(spec, where) or _remapped(spec, where))
     if generation(where.sm) != BLACKWELL:
-        modes = replace(
-            modes, gemm=NO_NATIVE_FP4.get(modes.gemm, modes.gemm), moe=NO_NATIVE_FP4.get(modes.moe, modes.moe)
-        )
+        widened = rows("without_native_fp4")
+        modes = replace(modes, gemm=widened.get(modes.gemm, modes.gemm), moe=widened.get(modes.moe, modes.moe))
     if asked.fmha is None and modes.fmha == "fp8" and not where.decode_only:
         tables = where.tables or context_tables(spec, where.backend, fused=True, large_ep=False)
         known = [measured(table, modes.kv) for table in tables]
@@ -192,18 +153,13 @@ def _filled(asked: QuantOverrides, spec: ModelSpec, moe: str | None) -> QuantMod
 
 
 def _expert_rule(spec: ModelSpec, where: Situation) -> str | None:
-    for rule in EXPERT_RULES:
-        if (
-            (rule.backend, rule.generation, rule.family) == (where.backend, generation(where.sm), spec.family)
-            and rule.inferred in (None, spec.quant.moe)
-            and rule.arch in (None, spec.arch)
-            and rule.only in (None, where.resolution)
-            and (rule.not_on is None or rule.not_on != where.moe_backend or where.resolution == "estimate")
-        ):
-            return rule.mode
-    return None
+    case = {"family": spec.family, "arch": spec.arch, "stated": spec.quant.moe, "backend": where.backend}
+    row = fitting("expert_rules", **case, generation=generation(where.sm), resolution=where.resolution)
+    barred = where.moe_backend is not None and row.get("not_on") == where.moe_backend
+    return None if barred and where.resolution == "search" else row.get("mode")
 
 
 def _remapped(spec: ModelSpec, where: Situation) -> str | None:
     moe = spec.quant.moe
-    return EXPERT_REMAP.get((where.backend, spec.family, moe or ""), moe)
+    mode: str | None = fitting("expert_remap", family=spec.family, backend=where.backend, stated=moe).get("mode", moe)
+    return mode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig
@@ -11,7 +11,7 @@ from perfcast_engine.models.build import ModelPlan, build
 from perfcast_engine.models.deployment import Deployment
 from perfcast_engine.models.families import is_moe
 from perfcast_engine.models.large_ep import ExpertPlacement, choose_comm_backend
-from perfcast_engine.models.quantization import QuantModes, Situation, choose, context_tables, settled
+from perfcast_engine.models.quantization import QuantModes, Situation, choose, context_tables, fitting, rows, settled
 from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.rules import complete
 from perfcast_engine.models.spec import ModelSpec
@@ -21,20 +21,11 @@ from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import TRANSFER_PRESETS, Database
 from perfcast_engine.tables.lanes import lane_order
 
-# context table as the rules name it -> tables that hold its rows
-FMHA_TABLES: Mapping[str, tuple[str, ...]] = {
-    "context_mla": ("context_mla", "mla_context_module"),
-    "context_mla_granular": ("context_mla",),
-    "dsa_context_module": ("dsa_context",),
-    "deepseek_v4_context_module": ("dsv4_csa_context_module", "dsv4_hca_context_module"),
-}
 # role -> phases that need an all-to-all, for a single estimate and for a candidate of a search
 PHASES = {"both": ("context", "generation"), "prefill": ("context",), "decode": ("generation",)}
 SEARCHED_PHASES = PHASES | {"decode": ("context", "generation")}
 SEARCHED_WIDTHS = (2, 4, 8, 16, 32, 64)
 FMHA_COLUMNS = ("attn_dtype", "mla_dtype")
-# architecture, backend -> attention and cache modes that its large-EP tables are labelled with
-WIDE_MODES = {("DeepseekV3ForCausalLM", "sglang"): ("fp8_block", "fp8")}
 LANE_TABLES = {ContextAttention: "context_attention", GenerationAttention: "generation_attention"}
 
 
@@ -108,7 +99,7 @@ def measured_fmha(db: Database, name: str, kv: str | None) -> frozenset[str]:
 
     def look() -> frozenset[str]:
         found: set[str] = set()
-        for table in filter(None, map(db.find, FMHA_TABLES.get(name, (name,)))):
+        for table in filter(None, map(db.find, rows("measured_in").get(name, (name,)))):
             column = next(column for column in FMHA_COLUMNS if column in table.key)
             beside = {} if kv is None else {"kv_cache_dtype": kv}
             found |= {mode for mode in table.vocab[column] if table.holds(**{column: mode}, **beside)}
@@ -204,7 +195,8 @@ def _reaches_large_ep(config: EngineConfig, spec: ModelSpec, moe: str, db: Datab
 
 def _labelled(config: EngineConfig, spec: ModelSpec, modes: QuantModes) -> QuantModes:
     """``modes`` as the large-EP tables call them."""
-    fmha, kv = WIDE_MODES.get((spec.arch, config.backend), (modes.fmha, modes.kv))
+    label = fitting("large_ep_modes", arch=spec.arch, backend=config.backend)
+    fmha, kv = label.get("fmha", modes.fmha), label.get("kv", modes.kv)
     return replace(modes, fmha=config.quant.fmha or fmha, kv=config.quant.kv_cache or kv)
 
 
