@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig
 from perfcast_engine.errors import InvalidField, PerfDataMissing
@@ -125,10 +126,7 @@ def modes_and_comm(
         decode_only=config.role == "decode",
         large_ep=bool(config.moe_comm),
     )
-
-    def measured(table: str, kv: str | None) -> frozenset[str]:
-        return measured_fmha(db, table, kv)
-
+    measured = partial(measured_fmha, db)
     if config.moe_comm is not None:
         return choose(spec, asked, where, measured), config.moe_comm
     if search:
@@ -172,17 +170,8 @@ def exchange(config: EngineConfig, spec: ModelSpec, parallel: ParallelConfig, mo
 
 
 def _placement(spec: ModelSpec, moe: str, attn_dp: int, ep: int) -> ExpertPlacement:
-    experts = spec.moe
-    return ExpertPlacement(
-        hidden=spec.hidden,
-        inter=experts.inter,
-        topk=experts.topk,
-        experts=experts.experts,
-        quant=moe,
-        attn_dp=attn_dp,
-        moe_tp=1,
-        moe_ep=ep,
-    )
+    routed = {name: getattr(spec.moe, name) for name in ("inter", "topk", "experts")}
+    return ExpertPlacement(hidden=spec.hidden, **routed, quant=moe, attn_dp=attn_dp, moe_tp=1, moe_ep=ep)
 
 
 def _reaches_large_ep(config: EngineConfig, spec: ModelSpec, moe: str, db: Database) -> bool:
@@ -202,18 +191,12 @@ def _labelled(config: EngineConfig, spec: ModelSpec, modes: QuantModes) -> Quant
 
 def with_lanes(plan: ModelPlan, db: Database) -> ModelPlan:
     """``plan`` with the order of kernels on its top-level dense attention (spec/05 section 11)."""
-    return replace(
-        plan,
-        context=tuple(_laned(op, db, plan.deployment) for op in plan.context),
-        generation=tuple(_laned(op, db, plan.deployment) for op in plan.generation),
-    )
+    asked = plan.deployment.config.attention_backend
 
+    def laned(op: Op) -> Op:
+        if not isinstance(op, ContextAttention | GenerationAttention):
+            return op
+        table = LANE_TABLES[type(op)]
+        return replace(op, lanes=db.kept(("lanes", table, asked), lambda: lane_order(db, table, asked)))
 
-def _laned(op: Op, db: Database, d: Deployment) -> Op:
-    table = LANE_TABLES.get(type(op))
-    if table is None or not isinstance(op, ContextAttention | GenerationAttention):
-        return op
-    lanes = db.kept(
-        ("lanes", table, d.config.attention_backend), lambda: lane_order(db, table, d.config.attention_backend)
-    )
-    return replace(op, lanes=lanes)
+    return replace(plan, context=tuple(map(laned, plan.context)), generation=tuple(map(laned, plan.generation)))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from typing import Any
 
+from perfcast_engine.data import table
 from perfcast_engine.errors import DataCorrupt
-
-Runs = tuple[tuple[str, int], ...]  # (letters of the layer kind, how many in a row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,83 +32,16 @@ class BlockRun:
     no_ffn: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extra:
-    """Figures that only some architectures state; zero where absent."""
+def _figure_type() -> Any:
+    """A frozen dataclass of the figures that only some architectures state."""
+    defaults = {name: () if value == [] else value for name, value in table("models/figures").items()}
+    fields = [(name, type(value), value) for name, value in defaults.items()]
+    own = {"__module__": __name__, "__doc__": "Figures that only some architectures state (models/figures.yaml)."}
+    return make_dataclass("Extra", fields, namespace=own, frozen=True, slots=True, kw_only=True)
 
-    # latent attention and its sparse index
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
-    index_head_dim: int = 0
-    index_n_heads: int = 0
-    index_topk: int = 0
-    index_topk_freq: int = 1
-    index_topk_pattern: str = ""
-    index_skip_topk_offset: int | None = None
-    # DeepSeek-V4
-    o_lora_rank: int = 0
-    o_groups: int = 0
-    head_dim: int = 0
-    sliding_window: int = 0
-    hc_mult: int = 0
-    hc_sinkhorn_iters: int = 0
-    compress_runs: tuple[tuple[int, int], ...] = ()
-    # layers of several kinds
-    layer_runs: Runs = ()
-    global_every: int = 0  # layers from one global one to the next, where the architecture fixes it
-    sliding_window_size: int = 0
-    dense_inter_size: int = 0
-    swa_num_heads: int = 0
-    swa_num_kv_heads: int = 0
-    swa_head_dim: int = 0
-    swa_v_head_dim: int = 0
-    global_num_kv_heads: int = 0
-    global_head_dim: int = 0
-    global_v_head_dim: int = 0
-    use_qk_norm: bool = False
-    use_head_wise_attn_gate: bool = False
-    share_expert_dim: int = 0
-    attention_k_eq_v: bool = False
-    # recurrent layers
-    linear_num_key_heads: int = 0
-    linear_key_head_dim: int = 0
-    linear_num_value_heads: int = 0
-    linear_value_head_dim: int = 0
-    linear_conv_kernel_dim: int = 0
-    shared_expert_inter_size: int = 0
-    ssm_dtype: str = ""
-    kda_num_heads: int = 0
-    kda_head_dim: int = 0
-    kda_conv_kernel: int = 0
-    num_shared_experts: int = 0
-    routed_expert_hidden_size: int = 0
-    first_k_dense_replace: int = 0
-    attn_res_block_size: int = 0
-    hybrid_override_pattern: str = ""
-    mamba_num_heads: int = 0
-    mamba_head_dim: int = 0
-    ssm_state_size: int = 0
-    conv_kernel: int = 0
-    n_groups: int = 0
-    chunk_size: int = 0
-    moe_shared_expert_intermediate_size: int = 0
-    moe_latent_size: int = 0
-    blocks: tuple[BlockRun, ...] = ()
-    # vision tower
-    depth: int = 0
-    hidden_size: int = 0
-    num_heads: int = 0
-    intermediate_size: int = 0
-    patch_size: int = 0
-    temporal_patch_size: int = 0
-    spatial_merge_size: int = 0
-    out_hidden_size: int = 0
-    projector_dims: tuple[tuple[int, int], ...] = ()
-    projector_n_instances: int = 0
-    partial_rotary_factor: float = 0.0
+
+Extra = _figure_type()
+NONE_STATED = Extra()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +80,14 @@ class ModelSpec:
     qk_norm: bool = False
     listed: bool = True
     quant: QuantFacts = QuantFacts()
-    x: Extra = Extra()
+    x: Any = NONE_STATED  # of Extra
 
     @property
     def indexer_full_fraction(self) -> float:
         """Share of the layers that compute their own top-k index (spec/05 2.4)."""
-        freq, pattern, offset = self.x.index_topk_freq, self.x.index_topk_pattern, self.x.index_skip_topk_offset
+        freq: int = self.x.index_topk_freq
+        pattern: str = self.x.index_topk_pattern
+        offset: int | None = self.x.index_skip_topk_offset
         if not pattern and freq <= 1:
             return 1.0
         if pattern:
@@ -171,7 +105,7 @@ class ModelSpec:
         return self if layers is None else replace(self, layers=layers)
 
 
-def _extra(x: Mapping[str, Any]) -> Extra:
+def _extra(x: Mapping[str, Any]) -> Any:
     values = {name: value for name, value in x.items() if name != "indexer_full_fraction"}
     for name in ("layer_runs", "compress_runs", "projector_dims"):
         if name in values:

@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from functools import cache
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import yaml
-from perfcast_systems import ROOT
 
+from perfcast_engine.data import table
 from perfcast_engine.errors import UnsupportedCombination
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Table
 
 DEFAULT = "default"
-KNOWN = ("fa3", "fla", "flashinfer", "triton", "trtllm_mha")
-# What a user may ask for (attention_backend), per serving backend, and the lanes that it stands for.
-OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "sglang": {name: (name,) for name in KNOWN},
-    "vllm": {
-        "triton": ("vllm_triton_attn",),
-        "flashinfer": ("vllm_flashinfer_trtllmprefill", "vllm_flashinfer_trtllmdecode", "vllm_flashinfer"),
-    },
-}
+KNOWN: tuple[str, ...] = tuple(table("lanes")["known"])
 # Key columns that tell a slice, per table; the rest are its coordinates.
 SLICE = ("attn_dtype", "kv_cache_dtype", "kvn", "head_dim", "window_size")
 
 Density = dict[str, tuple[int, int]]  # lane -> (slices, rows)
 
 
-def lane_order(db: Database, table: str, override: str | None = None) -> tuple[str, ...]:
-    """Lanes of ``context_attention`` or ``generation_attention`` in the order in which a query tries them.
+def lane_order(db: Database, asked: str, override: str | None = None) -> tuple[str, ...]:
+    """Lanes of table ``asked`` (context_attention or generation_attention) in the order in which a query tries them.
 
     UnsupportedCombination when ``override`` names no kernel of the backend, or one without rows in the table.
     """
-    every, own = densities(db, table)
-    pinned = list(_override(db.backend, table, override, every))
+    every, own = densities(db, asked)
+    pinned = list(_override(db.backend, asked, override, every))
     framework = _framework_default(db.backend, db.version, db.system.sm_version)
     if not pinned and framework is None:
         return (DEFAULT,)
@@ -50,20 +39,20 @@ def lane_order(db: Database, table: str, override: str | None = None) -> tuple[s
     return (*pinned, *first, *(lane for lane in merged if lane not in pinned and lane not in first))
 
 
-def densities(db: Database, table: str) -> tuple[Density, Density]:
+def densities(db: Database, asked: str) -> tuple[Density, Density]:
     """(slices, rows) of each lane of the table: with the rows that other versions lend, and of the own rows alone."""
-    return _density(db.source.table(table, True)), _density(db.source.table(table, False))
+    return _density(db.source.table(asked, True)), _density(db.source.table(asked, False))
 
 
-def _density(table: Table | None) -> Density:
-    if table is None:
+def _density(measured: Table | None) -> Density:
+    if measured is None:
         return {}
-    depth = [name for name in table.key if name in SLICE]
+    depth = [name for name in measured.key if name in SLICE]
     found = {}
-    for lane in table.children():
-        rows = table.rows(lane)
+    for lane in measured.children():
+        rows = measured.rows(lane)
         assert rows is not None
-        slices = np.stack([table.columns[table.key.index(name)][rows] for name in depth])
+        slices = np.stack([measured.columns[measured.key.index(name)][rows] for name in depth])
         changes = (np.diff(slices, axis=1) != 0).any(axis=0)
         found[str(lane)] = (1 + int(changes.sum()), rows.stop - rows.start)
     return found
@@ -81,10 +70,10 @@ def _ranked(density: Density, pinned: Iterable[str]) -> list[str]:
     return [*known, DEFAULT, *others]
 
 
-def _override(backend: str, table: str, override: str | None, every: Density) -> tuple[str, ...]:
+def _override(backend: str, asked: str, override: str | None, every: Density) -> Sequence[str]:
     if override is None or override == DEFAULT:
         return ()
-    known = OVERRIDES.get(backend, {})
+    known: Mapping[str, Sequence[str]] = table("lanes")["overrides"].get(backend, {})
     if override not in known:
         raise UnsupportedCombination(
             "attention_backend",
@@ -93,14 +82,14 @@ def _override(backend: str, table: str, override: str | None, every: Density) ->
         )
     if not any(lane in every for lane in known[override]):
         raise UnsupportedCombination(
-            "attention_backend", f"{override!r} was not measured for {table}", why="attention_backend", table=table
+            "attention_backend", f"{override!r} was not measured for {asked}", why="attention_backend", table=asked
         )
     return known[override]
 
 
 def _framework_default(backend: str, version: str, sm_version: int | None) -> str | None:
     """The lane a framework takes by itself: of the newest listed version not above ``version``; None if unlisted."""
-    listed = [(_dotted(floor), lanes) for floor, lanes in _defaults().get(backend, {}).items()]
+    listed = [(_dotted(floor), lanes) for floor, lanes in table("lanes")["defaults"].get(backend, {}).items()]
     reached = [entry for entry in listed if entry[0] <= _dotted(version)]
     if not reached:
         return None
@@ -116,9 +105,3 @@ def _dotted(version: str) -> tuple[int, ...]:
             break
         numbers.append(int(digits.group()))
     return tuple(numbers)
-
-
-@cache
-def _defaults() -> Mapping[str, Mapping[str, Mapping[int, str]]]:
-    content: dict[str, Any] = yaml.safe_load((ROOT / "lanes.yaml").read_text())
-    return content

@@ -1,4 +1,4 @@
-"""Reading system descriptions: our YAML schema, checked on load (spec/01 section 1)."""
+"""Reading system descriptions: our YAML schema (system_fields.yaml), checked on load (spec/01 section 1)."""
 
 from __future__ import annotations
 
@@ -6,37 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from perfcast_engine.data import read_yaml, table
 from perfcast_engine.errors import DataCorrupt, InvalidField
 from perfcast_engine.system import SystemSpec
 
-# (section, key) of the YAML -> field of SystemSpec
-REQUIRED = {
-    ("gpu", "mem_bw_bytes_per_s"): "mem_bw",
-    ("links", "gpus_per_node"): "gpus_per_node",
-    ("links", "intra_node_bw_bytes_per_s"): "intra_node_bw",
-    ("links", "inter_node_bw_bytes_per_s"): "inter_node_bw",
-}
-OPTIONAL = {
-    ("gpu", "mem_bw_efficiency"): "mem_bw_efficiency",
-    ("gpu", "mem_latency_s"): "mem_latency_s",
-    ("gpu", "mem_capacity_bytes"): "mem_capacity",
-    ("gpu", "power_w"): "power_w",
-    ("gpu", "sm_version"): "sm_version",
-    ("links", "gpus_per_rack"): "gpus_per_rack",
-    ("links", "inter_rack_bw_bytes_per_s"): "inter_rack_bw",
-    ("links", "pcie_bw_bytes_per_s"): "pcie_bw",
-    ("links", "p2p_latency_s"): "p2p_latency_s",
-    ("links", "inter_rack_latency_s"): "inter_rack_latency_s",
-    ("reserved_memory", "other_bytes"): "other_mem",
-}
-TEXTS = {("libraries", "nccl"): "nccl_version", ("libraries", "oneccl"): "oneccl_version"}
-MAPS = {("gpu", "dense_flop_per_s"): "flops", ("reserved_memory", "nccl_bytes_by_ranks"): "nccl_mem"}
-WHOLE = frozenset({"gpus_per_node", "gpus_per_rack", "sm_version"})
-MAY_BE_ZERO = frozenset({"mem_latency_s", "p2p_latency_s", "inter_rack_latency_s", "other_mem", "nccl_mem"})
 LARGEST = 1e30  # of any figure
-RATES = ("float32", "bfloat16", "int8", "fp8", "fp4")
 
 
 def read_spec(path: Path) -> SystemSpec:
@@ -45,11 +19,7 @@ def read_spec(path: Path) -> SystemSpec:
     DataCorrupt when the file is no YAML mapping; InvalidField (field ``<system>.<section>.<key>``) when a figure is
     missing, unknown or out of range.
     """
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise DataCorrupt(f"system description {path.name} cannot be read: {why}", file=str(path)) from error
+    content = read_yaml(path, "system description ")
     if not isinstance(content, dict):
         raise DataCorrupt(f"system description {path.name} is not a mapping", file=str(path))
     return spec_of(path.stem, content)
@@ -57,49 +27,50 @@ def read_spec(path: Path) -> SystemSpec:
 
 def spec_of(name: str, content: Mapping[str, Any]) -> SystemSpec:
     """The system ``name`` from the parsed YAML."""
-    fields: dict[str, Any] = {}
-    known = {**REQUIRED, **OPTIONAL, **TEXTS, **MAPS}
+    fields: dict[str, Any] = {"flops": {}}
+    known: Mapping[str, Mapping[str, Any]] = table("system_fields")
     for section, entries in content.items():
-        if section not in {place[0] for place in known}:
+        if section not in known:
             raise InvalidField(f"{name}.{section}", "unknown section", why="unknown_key")
         if not isinstance(entries, dict):
             raise InvalidField(f"{name}.{section}", "must be a mapping", why="type")
         for key, value in entries.items():
-            target = known.get((section, key))
-            if target is None:
+            rule = known[section].get(key)
+            if rule is None:
                 raise InvalidField(f"{name}.{section}.{key}", "unknown key", why="unknown_key")
-            fields[target] = _value(f"{name}.{section}.{key}", target, value)
-    for (section, key), target in REQUIRED.items():
-        if target not in fields:
-            raise InvalidField(f"{name}.{section}.{key}", "is required", why="missing")
-    fields.setdefault("flops", {})
+            fields[rule["field"]] = _value(f"{name}.{section}.{key}", rule, value)
+    for section, rules in known.items():
+        for key, rule in rules.items():
+            if rule.get("required") and rule["field"] not in fields:
+                raise InvalidField(f"{name}.{section}.{key}", "is required", why="missing")
     return SystemSpec(name=name, **fields)
 
 
-def _value(where: str, target: str, value: Any) -> Any:
-    if target in TEXTS.values():
+def _value(where: str, rule: Mapping[str, Any], value: Any) -> Any:
+    if rule.get("text"):
         if not isinstance(value, str) or not value:
             raise InvalidField(where, "must be a text", why="type")
         return value
-    if target not in MAPS.values():
-        return _figure(where, target, value)
+    if "by" not in rule:
+        return _figure(where, rule, value)
     if not isinstance(value, dict):
         raise InvalidField(where, "must be a mapping", why="type")
     for key in value:
-        if target == "flops" and key not in RATES:
-            raise InvalidField(f"{where}.{key}", f"unknown rate; one of {', '.join(RATES)}", why="unknown_key")
-        if target == "nccl_mem" and (not isinstance(key, int) or isinstance(key, bool) or key < 1):
-            raise InvalidField(f"{where}.{key}", "ranks must be a positive integer", why="type")
-    return {key: _figure(f"{where}.{key}", target, entry) for key, entry in value.items()}
+        if rule["by"] == "ranks":
+            if not isinstance(key, int) or isinstance(key, bool) or key < 1:
+                raise InvalidField(f"{where}.{key}", "ranks must be a positive integer", why="type")
+        elif key not in rule["by"]:
+            raise InvalidField(f"{where}.{key}", f"unknown rate; one of {', '.join(rule['by'])}", why="unknown_key")
+    return {key: _figure(f"{where}.{key}", rule, entry) for key, entry in value.items()}
 
 
-def _figure(where: str, target: str, value: Any) -> float | int:
+def _figure(where: str, rule: Mapping[str, Any], value: Any) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         raise InvalidField(where, f"must be a number up to {LARGEST:g}", why="type")
-    if value < 0 or (value == 0 and target not in MAY_BE_ZERO):
+    if value < 0 or (value == 0 and not rule.get("zero")):
         raise InvalidField(where, "must be positive", why="range")
-    if target in WHOLE:
-        if value != int(value):
-            raise InvalidField(where, "must be a whole number", why="type")
-        return int(value)
-    return float(value)
+    if not rule.get("whole"):
+        return float(value)
+    if value != int(value):
+        raise InvalidField(where, "must be a whole number", why="type")
+    return int(value)
