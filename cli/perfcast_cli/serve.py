@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from collections.abc import Callable
@@ -45,13 +44,15 @@ def serve(file: str | None, **flags: Any) -> None:
     if flags["data"] is not None:
         flags["data"] = tuple(part for part in flags["data"].split(",") if part)
     try:
+        from perfcast_server import eventloop
+
         settings = load(flags, file=file)
         # A supervisor serves nothing itself and needs none of what its workers import.
         if settings.workers > 1:
             from perfcast_server.supervisor import run
         else:
             from perfcast_server.app import run  # type: ignore[assignment]
-        asyncio.run(run(settings, _say_ready))
+        eventloop.run(run(settings, _say_ready))
     except (SettingsError, NotReady) as error:
         raise click.ClickException(str(error)) from None
 

@@ -52,15 +52,15 @@ PROBE_MODEL, PROBE_SYSTEM, PROBE_BACKENDS = "Qwen/Qwen3-32B-FP8", "h200_sxm", ("
 def services(
     engines: Engines, searchers: Searchers, settings: Settings, metrics: Metrics, states: States
 ) -> dict[str, tuple[Method, ...]]:
-    """Every service with its methods."""
+    """Every service with its methods; gRPC finds those of the first soonest."""
     listing = catalog.Catalog(engines, settings)
     offered: dict[str, tuple[Method, ...]] = {
-        serving.SERVICE: serving.Serving(engines, settings).methods(),
-        search.SERVICE: search.Search(searchers).methods(),
         prediction.SERVICE: (
             *prediction.Prediction(engines, settings, metrics).methods(),
             surfaces.Surfaces(engines, settings, metrics).method(),
         ),
+        serving.SERVICE: serving.Serving(engines, settings).methods(),
+        search.SERVICE: search.Search(searchers).methods(),
         planner.SERVICE: planner.Planner(engines, states, settings).methods(),
         calibration.SERVICE: calibration.Calibration(engines, states, metrics).methods(),
         deploy.SERVICE: deploy.Deploy(engines, settings).methods(),

@@ -39,7 +39,8 @@ class Lru(Generic[K, V]):
         size = self._size(key, value)
         if size > self.bound:
             return
-        self.pop(key)
+        if key in self._entries:
+            self.pop(key)
         self._entries[key] = value
         self.held += size
         while self.held > self.bound:

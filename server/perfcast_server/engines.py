@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from perfcast.v1 import common_pb2
 from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.predictor import Engine, Predictor
-from perfcast_engine.step import StepModel
 from perfcast_engine.step_result import StepResult
 from perfcast_engine.tables.database import Mode
 
@@ -22,6 +21,7 @@ from perfcast_server.errors import ServiceError, invalid
 from perfcast_server.lanes import Lanes
 from perfcast_server.metrics import Metrics
 from perfcast_server.settings import Settings
+from perfcast_server.steps import QuickAnswer, quick_answers
 
 log = logging.getLogger("perfcast.engines")
 
@@ -38,8 +38,7 @@ class Ready:
     stamp: common_pb2.EngineStamp
     original: common_pb2.EngineConfig
     head: bytes  # of its answers, the stamp in them
-    steps: StepModel
-    is_measured: bool  # nothing in its answers can be borrowed, so that their tier need not be asked for
+    quick: Mapping[str, QuickAnswer]  # none where answers may be borrowed, so that their tier has to be asked for
 
 
 class Engines:
@@ -109,10 +108,10 @@ class Engines:
 
     def ready(self, request: Any) -> Ready | None:
         """The engine of a request's oneof ``engine`` if it is ready now."""
-        handle = request.handle
-        if not handle and request.HasField("config"):
+        found = self._ready.get(request.handle)
+        if found is None and request.HasField("config"):
             handle = self._handles.get(request.config.SerializeToString(deterministic=True))
-        found = self._ready.get(handle) if handle else None
+            found = self._ready.get(handle) if handle else None
         if found is not None:
             self._metrics.engine_hits.inc()
         return found
@@ -181,8 +180,8 @@ class Engines:
         """The engine of ``config`` with the data of ``predictor``; takes its time."""
         engine = self._build(predictor, config)
         stamp = wire.stamp(engine)
-        measured = engine.config.database_mode is Mode.SILICON
-        return Ready(engine, predictor, stamp, config, single.stamped(stamp), engine.steps, measured)
+        quick = quick_answers(engine.steps) if engine.config.database_mode is Mode.SILICON else {}
+        return Ready(engine, predictor, stamp, config, single.stamped(stamp), quick)
 
     def _build(self, predictor: Predictor, config: common_pb2.EngineConfig) -> Engine:
         try:

@@ -79,8 +79,8 @@ class Meter:
         self.name = f"{service}/{method}"
         self._started = metrics.started.labels(*labels)
         self._seconds = metrics.seconds.labels(*labels)
-        self._labels, self._outcomes = labels, metrics.handled
-        self._handled = {grpc.StatusCode.OK: metrics.handled.labels(*labels, "OK")}
+        self._labels, self._handled = labels, metrics.handled
+        self._handled_well = metrics.handled.labels(*labels, "OK")
         self.received = metrics.received.labels(*labels)
         self.sent = metrics.sent.labels(*labels)
 
@@ -88,8 +88,7 @@ class Meter:
         self._started.inc()
         return perf_counter()
 
-    def finish(self, began: float, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
+    def finish(self, began: float, code: grpc.StatusCode | None = None) -> None:
+        """code: None for OK."""
         self._seconds.observe(perf_counter() - began)
-        if code not in self._handled:
-            self._handled[code] = self._outcomes.labels(*self._labels, code_name(code))
-        self._handled[code].inc()
+        (self._handled_well if code is None else self._handled.labels(*self._labels, code_name(code))).inc()

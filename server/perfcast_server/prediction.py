@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
@@ -59,43 +59,40 @@ class Prediction:
     async def predict_step(self, request: prediction_pb2.PredictStepRequest) -> Message | bytes:
         asked = self._checked(query(request, "step"))
         ready = await self._engines.of(request)
-        if asked.weight <= self._settings.inline_points:
-            return self._one(ready, asked, request.include_operators)
-        return await self._in_lane(lambda: self._one(ready, asked, request.include_operators), asked.weight)
+        if asked.weight <= self._inline_points:
+            return self._one(ready, request, asked)
+        return await self._in_lane(lambda: self._one(ready, request, asked), asked.weight)
 
     def predict_step_at_once(self, request: prediction_pb2.PredictStepRequest) -> Message | bytes | None:
-        asked = query(request, "step")
-        if asked.weight > self._inline_points:
-            return None
         ready = self._engines.ready(request)
-        return None if ready is None else self._one(ready, asked, request.include_operators)
-
-    def _one(self, ready: Ready, asked: Query, operators: bool) -> Message | bytes:
-        if operators:
-            result = self._timed(ready, asked, True).raise_first()
-            answer = prediction_pb2.PredictStepResponse(
-                engine=ready.stamp,
-                latency_ms=result.ms.item(0),
-                provenance=wire.provenance(result.by_source[0], int(result.tier[0])),
-            )
-            answer.operators.extend(
-                wire.operator_latency(name, told) for name, told in (result.operators or {}).items()
-            )
-            return answer
-        quick = self.quick(ready, asked)
+        if ready is None:
+            return None
+        quick = None if request.include_operators else self.quick(ready, request)
         if quick is not None:
             return single.step(ready.head, quick.ms, quick.by_source, Tier.SILICON)
-        result = self._timed(ready, asked, False).raise_first()
-        return single.step(ready.head, result.ms.item(0), result.by_source[0].tolist(), result.tier.item(0))
+        asked = query(request, "step")
+        return self._one(ready, request, asked) if asked.weight <= self._inline_points else None
 
-    def quick(self, ready: Ready, asked: Query) -> QuickStep | None:
-        """The answer about one point where no arrays are needed for it."""
-        if not ready.is_measured:
+    def _one(self, ready: Ready, request: prediction_pb2.PredictStepRequest, asked: Query) -> Message | bytes:
+        result = self._timed(ready, asked, request.include_operators).raise_first()
+        ms, by_source, tier = result.ms.item(0), result.by_source[0], result.tier.item(0)
+        if result.operators is None:
+            return single.step(ready.head, ms, by_source.tolist(), tier)
+        operators = [wire.operator_latency(name, told) for name, told in result.operators.items()]
+        provenance = wire.provenance(by_source, tier)
+        return prediction_pb2.PredictStepResponse(
+            engine=ready.stamp, latency_ms=ms, provenance=provenance, operators=operators
+        )
+
+    def quick(self, ready: Ready, request: Any) -> QuickStep | None:
+        """The answer to a request's oneof ``step`` where no arrays are needed for it."""
+        kind = request.WhichOneof("step")
+        if kind not in ready.quick:
             return None
         began = perf_counter()
-        quick = asked.ask_quick(ready.steps)
+        quick = ready.quick[kind](getattr(request, kind))
         if quick is not None:
-            self._count(asked, perf_counter() - began)
+            self._count(kind, 1, perf_counter() - began)
         return quick
 
     async def predict_steps(self, request: prediction_pb2.PredictStepsRequest) -> Message:
@@ -116,17 +113,14 @@ class Prediction:
             raise ServiceError(str(error.reason), f"point {point}: {error.message}", point=str(point), **error.details)
         return _columns(ready, result, request.include_provenance)
 
-    async def latency_ms(self, ready: Ready, asked: Query) -> float:
+    async def latency_ms(self, ready: Ready, request: prediction_pb2.StreamStepsRequest) -> float:
         """Of one point."""
+        asked = self._checked(query(request, "step"))
 
         def number() -> float:
-            quick = self.quick(ready, asked)
-            return quick.ms if quick is not None else self._timed(ready, asked, False).raise_first().ms.item(0)
+            return self._timed(ready, asked, False).raise_first().ms.item(0)
 
-        self._checked(asked)
-        if asked.weight <= self._settings.inline_points:
-            return number()
-        return await self._in_lane(number, asked.weight)
+        return number() if asked.weight <= self._inline_points else await self._in_lane(number, asked.weight)
 
     async def _in_lane(self, work: Callable[[], T], size: int) -> T:
         return await self._engines.lanes.steps.run(work, 1 + size / SIZE_OF_A_CALL)
@@ -138,13 +132,13 @@ class Prediction:
     def _timed(self, ready: Ready, asked: Query, operators: bool) -> StepResult:
         began = perf_counter()
         result = asked.ask(ready.engine.steps, operators)
-        self._count(asked, perf_counter() - began)
+        self._count(asked.kind, asked.points, perf_counter() - began)
         return result
 
-    def _count(self, asked: Query, seconds: float) -> None:
-        points, point_seconds = self._meters[asked.kind]
-        points.inc(asked.points)
-        point_seconds.observe(seconds / asked.points)
+    def _count(self, kind: str, points: int, seconds: float) -> None:
+        counted, point_seconds = self._meters[kind]
+        counted.inc(points)
+        point_seconds.observe(seconds / points)
 
 
 class _Steps:
@@ -159,24 +153,22 @@ class _Steps:
         ready = self._ready
         if ready is None or request.WhichOneof("engine") is not None or not self._engines.is_current(ready):
             return None
-        try:
-            quick = self._prediction.quick(ready, query(request, "step"))
-        except (EngineError, ServiceError):
-            return None  # which ``answer`` tells
-        return None if quick is None else single.streamed(request.sequence, quick.ms, None)
+        quick = self._prediction.quick(ready, request)
+        return None if quick is None else single.streamed(request.sequence, quick.ms)
 
     async def answer(self, request: prediction_pb2.StreamStepsRequest) -> bytes:
         stamp: common_pb2.EngineStamp | None = None
         try:
             if request.WhichOneof("engine") is not None:
-                self._ready = await self._engines.of(request)
-                stamp = self._ready.stamp
-            if self._ready is None:
+                self._ready = ready = await self._engines.of(request)
+                stamp = ready.stamp
+            elif self._ready is None:
                 raise invalid("engine", "is missing in the first message; give config or handle")
-            if not self._engines.is_current(self._ready):
-                self._ready = await self._engines.current(self._ready)
-                stamp = self._ready.stamp
-            ms = await self._prediction.latency_ms(self._ready, query(request, "step"))
+            elif (ready := self._ready) is not (current := await self._engines.current(ready)):
+                self._ready = ready = current
+                stamp = ready.stamp
+            quick = self._prediction.quick(ready, request)
+            ms = await self._prediction.latency_ms(ready, request) if quick is None else quick.ms
             return single.streamed(request.sequence, ms, stamp)
         except (EngineError, ServiceError) as error:
             detail = refusal(error).detail()

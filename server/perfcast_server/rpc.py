@@ -9,14 +9,14 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
 
 from perfcast_server.cache import Answers, Key
 from perfcast_server.callers import Caller, Gate
-from perfcast_server.errors import ServiceError, decoded, invalid, refusal
+from perfcast_server.errors import Refusal, ServiceError, decoded, invalid, refusal
 from perfcast_server.lifecycle import Lifecycle, draining
 from perfcast_server.metrics import Meter, Metrics
 from perfcast_server.settings import Settings
@@ -75,15 +75,15 @@ class Stream:
 
 Method = Unary | ServerStream | Stream
 Handler = Callable[[Any, Any], Awaitable[Any]]
+Work = Callable[[Any, Any, Meter], Awaitable[bytes | None]]  # of a request and its context
 Traced = Callable[[str, str, Handler], Handler]  # wraps the handler of a service's method
 
 
 def parsed(kind: type[Message], data: bytes) -> Any:
     """The message, refused if malformed or if it says something that this build does not know."""
     message = decoded(kind, data)
-    size = message.ByteSize()
     message.DiscardUnknownFields()
-    if message.ByteSize() != size:
+    if message.ByteSize() != len(data) and message.ByteSize() != kind.FromString(data).ByteSize():
         raise invalid("request", f"holds fields that this server's {kind.DESCRIPTOR.full_name} does not know")
     return message
 
@@ -124,43 +124,53 @@ class Rpc:
 
     def _handler(self, service: str, method: Method) -> grpc.RpcMethodHandler:
         if isinstance(method, Unary):
-            return grpc.unary_unary_rpc_method_handler(self._traced(service, method.name, self._unary(service, method)))
-        if isinstance(method, ServerStream):
-            handler = self._server_stream(service, method)
-            return grpc.unary_stream_rpc_method_handler(self._traced(service, method.name, handler))
-        return grpc.stream_stream_rpc_method_handler(self._traced(service, method.name, self._stream(service, method)))
+            kind, work, made = "unary", self._unary(service, method), grpc.unary_unary_rpc_method_handler
+        elif isinstance(method, ServerStream):
+            kind, work = "server_stream", self._server_stream(service, method)
+            made = grpc.unary_stream_rpc_method_handler
+        else:
+            kind, work, made = "bidi_stream", self._stream(method), grpc.stream_stream_rpc_method_handler
+        meter = Meter(self._metrics, kind, service, method.name)
 
-    def _unary(self, service: str, method: Unary) -> Callable[[bytes, Any], Awaitable[bytes]]:
-        meter = Meter(self._metrics, "unary", service, method.name)
-        path = f"{service}/{method.name}"
-
-        async def handle(request: bytes, context: Any) -> bytes:
+        async def handle(request: Any, context: Any) -> bytes | None:
             began = meter.start()
-            key = (path, request)
             try:
-                caller = self._let_in(context, method.admin)
-                answer = self._answers.kept.get(key)
-                if answer is not None:
-                    self._metrics.response_hits.inc()
-                    meter.finish(began)
-                    return answer
-                self._admit(context)
-                self._metrics.response_misses.inc()
-                if len(request) > MAX_QUICK_BYTES:
-                    self._require_room(len(request))
-                message = parsed(method.request, request)
-                answer = self._at_once(method, key, message)
-                if answer is None:
-                    answer = await self._worked_out(method, key, message, caller)
+                answer = await work(request, context, meter)
+                meter.finish(began)
+                return answer
             except asyncio.CancelledError:
                 meter.finish(began, grpc.StatusCode.CANCELLED)
                 raise
             except Exception as error:
-                await self._abort(error, context, meter, began)
-            meter.finish(began)
-            return answer
+                told = self._told(error, meter)
+                meter.finish(began, told.code)
+                await context.abort(told.code, told.message, told.trailers())
+                raise AssertionError("abort returned") from None
 
-        return handle
+        return made(self._traced(service, method.name, handle))
+
+    def _unary(self, service: str, method: Unary) -> Work:
+        path = f"{service}/{method.name}"
+
+        async def work(request: bytes, context: Any, meter: Meter) -> bytes:
+            caller = None if self._gate is None else self._let_in(context, method.admin)
+            answers, key = self._answers, (path, request)
+            answer = answers.kept.get(key)
+            if answer is not None:
+                self._metrics.response_hits.inc()
+                return answer
+            self._admit(context)
+            self._metrics.response_misses.inc()
+            if len(request) > MAX_QUICK_BYTES:
+                self._require_room(len(request))
+            message = parsed(method.request, request)
+            at_once = method.at_once(message)
+            if at_once is None:
+                return await self._worked_out(method, key, message, caller)
+            answer = self._bytes(at_once)
+            return answers.keep(key, answer) if method.pure(message) else answer
+
+        return work
 
     def _let_in(self, context: Any, admin: bool = False) -> Caller | None:
         """Who calls, where that matters; refused if not known, not allowed to, or over the quota."""
@@ -216,12 +226,6 @@ class Rpc:
         if remaining is not None and remaining <= 0:
             raise ServiceError("DEADLINE", "the deadline passed before the work began")
 
-    def _at_once(self, method: Unary, key: Key, request: Any) -> bytes | None:
-        answer = method.at_once(request)
-        if answer is None:
-            return None
-        return self._answers.keep(key, self._bytes(answer)) if method.pure(request) else self._bytes(answer)
-
     async def _worked_out(self, method: Unary, key: Key, request: Any, caller: Caller | None) -> bytes:
         with self._working(caller, len(key[1])):
             if method.pure(request):
@@ -251,44 +255,32 @@ class Rpc:
             )
         return data
 
-    def _server_stream(self, service: str, method: ServerStream) -> Callable[[bytes, Any], Awaitable[None]]:
-        meter = Meter(self._metrics, "server_stream", service, method.name)
+    def _server_stream(self, service: str, method: ServerStream) -> Work:
         path = f"{service}/{method.name}"
 
-        async def handle(data: bytes, context: Any) -> None:
-            began = meter.start()
+        async def work(data: bytes, context: Any, meter: Meter) -> None:
             key, answers = (path, data), self._answers
             last: bytes | None = answers.kept.get(key) if method.keeps_last else None
-            try:
-                caller = self._let_in(context)
-                if last is not None:
-                    self._metrics.response_hits.inc()
-                    await context.write(last)
-                    meter.sent.inc()
-                    meter.finish(began)
-                    return
-                self._admit(context)
-                with self._working(caller, len(data)):
-                    async with aclosing(method.answers(parsed(method.request, data))) as told:
-                        async for answer in told:
-                            last = self._bytes(answer)
-                            await context.write(last)
-                            meter.sent.inc()
-                if method.keeps_last and last is not None:
-                    answers.keep(key, last)
-            except asyncio.CancelledError:
-                meter.finish(began, grpc.StatusCode.CANCELLED)
-                raise
-            except Exception as error:
-                await self._abort(error, context, meter, began)
-            meter.finish(began)
+            caller = self._let_in(context)
+            if last is not None:
+                self._metrics.response_hits.inc()
+                await context.write(last)
+                meter.sent.inc()
+                return
+            self._admit(context)
+            with self._working(caller, len(data)):
+                async with aclosing(method.answers(parsed(method.request, data))) as told:
+                    async for answer in told:
+                        last = self._bytes(answer)
+                        await context.write(last)
+                        meter.sent.inc()
+            if method.keeps_last and last is not None:
+                answers.keep(key, last)
 
-        return handle
+        return work
 
-    def _stream(self, service: str, method: Stream) -> Callable[[Any, Any], Awaitable[None]]:
-        meter = Meter(self._metrics, "bidi_stream", service, method.name)
-
-        async def converse(context: Any, task: asyncio.Task[Any], caller: Caller | None) -> None:
+    def _stream(self, method: Stream) -> Work:
+        async def converse(context: Any, meter: Meter, task: asyncio.Task[Any], caller: Caller | None) -> None:
             conversation = method.begin()
             while True:
                 self._lifecycle.require_serving()
@@ -306,26 +298,21 @@ class Rpc:
                 await context.write(conversation.at_once(request) or await conversation.answer(request))
                 meter.sent.inc()
 
-        async def handle(_: Any, context: Any) -> None:
-            began = meter.start()
+        async def work(_: Any, context: Any, meter: Meter) -> None:
             task = asyncio.current_task()
             assert task is not None
+            self._lifecycle.require_serving()
+            caller = self._let_in(context)
             try:
-                self._lifecycle.require_serving()
-                caller = self._let_in(context)
                 with self._streaming(caller):
-                    await converse(context, task, caller)
+                    await converse(context, meter, task, caller)
             except asyncio.CancelledError:
                 if task not in self._ended:
-                    meter.finish(began, grpc.StatusCode.CANCELLED)
                     raise
                 task.uncancel()
-                await self._abort(draining(), context, meter, began)
-            except Exception as error:
-                await self._abort(error, context, meter, began)
-            meter.finish(began)
+                raise draining() from None
 
-        return handle
+        return work
 
     def guarded(self, answers: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
         """``answers`` of a stream that is not one of ours, for callers that are let in."""
@@ -348,7 +335,8 @@ class Rpc:
             self._ended.add(task)
             task.cancel()
 
-    async def _abort(self, error: Exception, context: Any, meter: Meter, began: float) -> NoReturn:
+    def _told(self, error: Exception, meter: Meter) -> Refusal:
+        """What the caller hears of it; the log hears more, and of what was not foreseen everything."""
         incident = secrets.token_hex(4)
         told = refusal(error, incident)
         if told.code is grpc.StatusCode.INTERNAL:
@@ -358,6 +346,4 @@ class Rpc:
         if "op" in told.metadata:
             self._metrics.data_misses.labels(told.metadata["op"]).inc()
         self._metrics.refusals.labels(told.reason).inc()
-        meter.finish(began, told.code)
-        await context.abort(told.code, told.message, told.trailers())
-        raise AssertionError("abort returned")
+        return told

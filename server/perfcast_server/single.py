@@ -55,7 +55,7 @@ def step(head: bytes, ms: float, by_source: Sequence[float], tier: int) -> bytes
     )  # fmt: skip
 
 
-def streamed(sequence: int, ms: float, stamp: common_pb2.EngineStamp | None) -> bytes:
+def streamed(sequence: int, ms: float, stamp: common_pb2.EngineStamp | None = None) -> bytes:
     """A StreamStepsResponse, with the ``stamp`` of an engine that is new to the stream."""
     parts = [SEQUENCE, varint(sequence), RESULT, number(ms)]
     if stamp is not None:

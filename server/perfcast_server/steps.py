@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter, le
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ class Kind:
     below: tuple[str, str] | None = None
 
 
+TRAJECTORY = "decode_trajectory"
 PREFIX = Field("prefix_tokens", "prefix", default=0)
 IMBALANCE = Field("attention_imbalance", "imbalance", default=1.0)
 BATCH = Field("batch_per_rank", "batch", least=1)
@@ -53,7 +55,7 @@ KINDS: Mapping[str, Kind] = {
         below=("prefix_tokens", "isl_tokens"),
     ),
     "decode_step": Kind("decode_step", (Field("batch_per_rank", "gen_requests", least=1), ISL, OSL)),
-    "decode_trajectory": Kind("decode", (BATCH, ISL, OSL)),
+    TRAJECTORY: Kind("decode", (BATCH, ISL, OSL)),
     "mixed": Kind(
         "mixed",
         (Field("ctx_tokens_per_rank", "ctx_tokens"), Field("gen_requests_per_rank", "gen_requests"), ISL, OSL, PREFIX),
@@ -70,18 +72,36 @@ class Query(NamedTuple):
     weight: int
     arguments: Mapping[str, Any]
 
-    def ask_quick(self, steps: StepModel) -> QuickStep | None:
-        """The answer to a question about one point where the engine has it at hand; bit for bit that of ``ask``."""
-        arguments = self.arguments
-        if IMBALANCE.engine in arguments:
-            arguments = dict(arguments)
-            if arguments.pop(IMBALANCE.engine) != 1.0:
-                return None
-        return steps.quick(KINDS[self.kind].call, arguments)
-
     def ask(self, steps: StepModel, operators: bool = False) -> StepResult:
         result: StepResult = getattr(steps, KINDS[self.kind].call)(**self.arguments, operators=operators)
         return result
+
+
+QuickAnswer = Callable[[Any], QuickStep | None]
+
+
+def quick_answers(steps: StepModel) -> dict[str, QuickAnswer]:
+    """By kind, what answers a step's message where the engine needs no arrays for it, bit for bit as ``Query.ask``.
+
+    None of anything else, be it out of bounds or out of what was measured.
+    """
+    return {name: _quick(kind, steps) for name, kind in KINDS.items() if name != TRAJECTORY}
+
+
+def _quick(kind: Kind, steps: StepModel) -> QuickAnswer:
+    counts = [field for field in kind.fields if field is not IMBALANCE]
+    read, least = attrgetter(*(field.wire for field in counts)), [field.least for field in counts]
+    names, is_even = [field.engine for field in counts], IMBALANCE not in kind.fields
+
+    def answer(message: Any) -> QuickStep | None:
+        values = read(message)
+        if max(values) > MAX_COUNT or not all(map(le, least, values)):
+            return None
+        if not is_even and message.attention_imbalance not in (0.0, 1.0):
+            return None
+        return steps.quick(kind.call, dict(zip(names, values, strict=True)))
+
+    return answer
 
 
 def query(request: Message, group: str) -> Query:
@@ -105,7 +125,7 @@ def query(request: Message, group: str) -> Query:
         if at is not None:
             raise invalid(f"{name}.{small}{at}", f"must be smaller than {large}")
     arguments = {field.engine: values[field.wire] for field in kind.fields}
-    if name != "decode_trajectory":
+    if name != TRAJECTORY:
         return Query(name, points, points, arguments)
     arguments["beam"] = _scalar(message.beam_width or 1, Field("beam_width", "beam", least=1), f"{name}.beam_width")
     if arguments["beam"] > MAX_BEAM:

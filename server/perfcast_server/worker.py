@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import Any
 
-from perfcast_server import logs
+from perfcast_server import eventloop, logs
 from perfcast_server.app import Server, spare_collections
 from perfcast_server.control import Answers, Gone, Peer, Refused
 from perfcast_server.data import CHECK_S, Data, DataRefused, Reloaded
@@ -88,4 +88,4 @@ def _values(told: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(Worker().work(socket.socket(fileno=int(sys.argv[1])))))
+    sys.exit(eventloop.run(Worker().work(socket.socket(fileno=int(sys.argv[1])))))

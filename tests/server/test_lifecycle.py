@@ -251,7 +251,7 @@ def test_an_unforeseen_error_is_internal_without_detail_but_logged(
     def fails(*_: object) -> None:
         raise ZeroDivisionError("secret of /srv/secret/place.py")
 
-    monkeypatch.setattr("perfcast_server.steps.Query.ask_quick", fails)
+    monkeypatch.setattr("perfcast_server.prediction.Prediction.quick", fails)
     with Client(served.address) as client, pytest.raises(errors.ServerFault) as caught:
         client.predict(CONFIG, Prefill(9, 999))
     assert caught.value.code == "INTERNAL"
