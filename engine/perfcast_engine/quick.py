@@ -109,7 +109,7 @@ class QuickSteps:
         self._by_source = [StepSurface(context.of_source(s), generation.of_source(s), rules) for s in Source]
         self._tables = context.tables + generation.tables
         cuts = context.attention + context.others + generation.attention + generation.others
-        self._sources = [any(cut.source is source for cut in cuts) for source in Source]
+        self._sources = frozenset[int](cut.source for cut in cuts)
         planes = (plane for cut in cuts for term in cut.terms for plane in term.planes())
         self._is_plain = all(plane.power is None for plane in planes)
 
@@ -139,9 +139,22 @@ class QuickSteps:
 
     def by_source(self, ask: Callable[[StepSurface], Any], none: Any) -> list[Any]:
         """What ``ask`` answers, split by Source; ``none`` for one that takes no part."""
-        known = np.any([table.sources for table in self._tables], axis=0)
-        parts = zip(self._by_source, self._sources, known.tolist(), strict=True)
-        return [ask(surface) if cut or counted else none for surface, cut, counted in parts]
+        sources = self.sources
+        return [ask(surface) if source in sources else none for source, surface in enumerate(self._by_source)]
+
+    def shares(self, ms: float, ask: Ask, counts: Mapping[str, int]) -> list[float]:
+        """``ms`` of one point by Source: what the others leave is the first one's."""
+        shares = [0.0] * len(self._by_source)
+        first, *others = sorted(self.sources) or (0,)
+        for source in others:
+            shares[source] = ask(self._by_source[source], **counts)
+        shares[first] = max(0.0, ms - sum(shares))
+        return shares
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """Those that take part in any step so far."""
+        return self._sources.union(*(table.sources for table in self._tables))
 
 
 class QuickStep:
@@ -155,7 +168,7 @@ class QuickStep:
     @property
     def by_source(self) -> list[float]:
         """ms per Source."""
-        return self._steps.by_source(lambda surface: self._ask(surface, **self._counts), 0.0)
+        return self._steps.shares(self.ms, self._ask, self._counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class TokenTable(CountTable):
     """A count table that fills whole blocks ahead and answers by index; for an engine that is asked all the time.
 
     ms, view: the sums at 0, 1, 2 ..., NaN where they are not filled in and at the end; by_source: the same of each
-    Source, 0 where they are not; sources: whether there is any of each; is_plain: whether no sum is borrowed or has an
+    Source, 0 where they are not; sources: those that there is any of; is_plain: whether no sum is borrowed or has an
     energy.
     """
 
@@ -110,7 +110,7 @@ class TokenTable(CountTable):
         super().__init__(ops, db)
         self._lock = threading.Lock()
         self._filled = np.zeros(0, np.bool_)
-        self.is_plain, self.sources = True, np.zeros(len(Source), np.bool_)
+        self.is_plain, self.sources = True, frozenset[int]()
         self._keep(_empty(1))
 
     def _keep(self, kept: Column) -> None:
@@ -147,7 +147,7 @@ class TokenTable(CountTable):
                 missing = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
                 missing = missing[~self._filled[missing]]
             found = self.evaluate(missing)
-            self.sources |= found.by_source.any(axis=1)
+            self.sources |= set(np.flatnonzero(found.by_source.any(axis=1)).tolist())
             self.is_plain = self.is_plain and not found.tier.any() and not found.energy.any()
             for kept, new in reversed(list(zip(self._kept, found, strict=True))):  # who sees a sum sees its sources
                 kept[..., missing] = new

@@ -31,7 +31,8 @@ def test_pruning_finds_what_comparison_finds(axes, count, seed):
     samples = rng.integers(0, 5, (150, axes)) / 4.0  # a lattice, so that ties abound
     queries = rng.integers(-2, 12, (200, axes)) / 8.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "DIRECT_CELLS", 0)
+        for limit, small in (("DIRECT_CELLS", 0), ("BLOCK", 16), ("TOGETHER", 3)):
+            patch.setattr(module, limit, small)
         index, _ = nearest(samples.T, queries.T, count)
     expected = [by_hand(samples, query, count) for query in queries]
     np.testing.assert_array_equal(index.T, expected)

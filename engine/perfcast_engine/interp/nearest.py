@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64
 
 Index = NDArray[np.intp]
+Axis = tuple[F64, Index]  # the values that there are along it, ascending, and which of them each sample has
 
 DIRECT_CELLS = 50_000  # query-sample pairs that are quicker compared than pruned
-BLOCK = 256  # queries that share their candidates
-SPLIT = 8  # parts that a larger block is pruned for at a time
-SLACK = 1 + 1e-9  # on bounds, for rounding
-BITS = 10  # of each axis in the order that keeps near queries together
+BLOCK = 256  # most queries that share their candidates
+TOGETHER = 64  # blocks that are pruned at once
+SLACK = 1e-9  # on bounds, relative to squared distances, for rounding
 
 
 def nearest(samples: F64, queries: F64, count: int) -> tuple[Index, F64]:
     """Indices and Euclidean distances, both (min(count, N), Q), of the nearest ``samples`` (A, N) of each of the
     ``queries`` (A, Q), ascending by (distance, sample index)."""
     count = min(count, samples.shape[1])
-    total = queries.shape[1]
-    if samples.shape[1] * total <= DIRECT_CELLS:
+    if samples.shape[1] * queries.shape[1] <= DIRECT_CELLS:
         return _compare(samples, queries, count)
-    index, distance = np.empty((count, total), np.intp), np.empty((count, total))
-    order = np.argsort(_morton(queries), kind="stable")
-    # (queries, candidates) still to be looked at: pruned together, then in ever smaller parts
-    work = [(order, np.arange(samples.shape[1]))]
-    while work:
-        block, some = work.pop()
-        asked = queries[:, block]
-        some = some[candidates(samples[:, some], asked, count)]
-        if len(block) <= BLOCK:
-            chosen, distance[:, block] = _compare(samples[:, some], asked, count)
-            index[:, block] = some[chosen]
-        else:
-            work += [(part, some) for part in np.array_split(block, min(SPLIT, -(-len(block) // BLOCK)))]
+    axes = _axes(samples)
+    order, bounds = _blocks(axes, queries)
+    queries = queries[:, order]
+    index, distance = np.empty((count, len(order)), np.intp), np.empty((count, len(order)))
+    for first in range(0, len(bounds) - 1, TOGETHER):
+        some = bounds[first : first + TOGETHER + 1]
+        for near, low, high in zip(_candidates(axes, queries, some, count), some, some[1:], strict=False):
+            block, chosen = order[low:high], np.flatnonzero(near)
+            at, distance[:, block] = _compare(samples[:, chosen], queries[:, low:high], count)
+            index[:, block] = chosen[at]
     return index, distance
 
 
@@ -56,26 +54,46 @@ def _compare(samples: F64, queries: F64, count: int) -> tuple[Index, F64]:
 
 
 def candidates(samples: F64, queries: F64, count: int) -> Index:
-    """Samples that may be among the ``count`` nearest of any of ``queries``, judged by the box around these."""
-    least, most = np.zeros(samples.shape[1]), np.zeros(samples.shape[1])
-    for values, asked in zip(samples, queries, strict=True):
-        low, high = asked.min(), asked.max()
-        away = np.maximum(low - values, values - high)
-        reach = away + (high - low)
-        most += reach * reach
-        np.maximum(away, 0.0, out=away)
-        least += away * away
-    limit = np.partition(most, count - 1)[count - 1]
-    return np.flatnonzero(least <= limit * SLACK)
+    """Samples, ascending, of which the ``count`` nearest to anything in the box around ``queries`` are some."""
+    return np.flatnonzero(_candidates(_axes(samples), queries, np.array([0, queries.shape[1]]), count))
 
 
-def _morton(queries: F64) -> NDArray[np.int64]:
-    """A code of each query such that near codes mean near queries."""
-    low = queries.min(axis=1, keepdims=True)
-    span = np.maximum(queries.max(axis=1, keepdims=True) - low, np.finfo(np.float64).tiny)
-    cells = ((queries - low) / span * (2**BITS - 1)).astype(np.int64)
-    code = np.zeros(queries.shape[1], np.int64)
-    for bit in range(BITS - 1, -1, -1):
-        for cell in cells:
-            code = (code << 1) | ((cell >> bit) & 1)
-    return code
+def _axes(samples: F64) -> list[Axis]:
+    return [np.unique(values, return_inverse=True) for values in samples]
+
+
+def _candidates(axes: Sequence[Axis], queries: F64, bounds: Index, count: int) -> NDArray[np.bool_]:
+    """(blocks, samples): which may be among the ``count`` nearest of any query of a block, from one bound to the next.
+
+    Along an axis, by how much the square of the distance to one value exceeds that to another is a line over the query.
+    Its values at both ends of a block bound the excess over the nearest value, and sums of these bound the ranks.
+    """
+    least, most = np.zeros((2, len(bounds) - 1, len(axes[0][1])))
+    slack = np.zeros((len(bounds) - 1, 1))
+    for (known, code), asked in zip(axes, queries[:, : bounds[-1]], strict=True):
+        ends = np.stack([extreme.reduceat(asked, bounds[:-1]) for extreme in (np.minimum, np.maximum)])
+        squares = (known - ends[..., None]) ** 2
+        lines = squares[..., None] - squares[:, :, None]
+        least += lines.min(axis=0).max(axis=-1).take(code, axis=1)
+        most += lines.max(axis=(0, -1)).take(code, axis=1)
+        slack += squares.max(axis=(0, 2))[:, None] * SLACK
+    most.partition(count - 1, axis=1)
+    return least <= most[:, count - 1 : count] + slack
+
+
+def _blocks(axes: Sequence[Axis], queries: F64) -> tuple[Index, Index]:
+    """An order of the queries and the bounds of blocks in it, each of which lies between few values of every axis."""
+    order, bounds = np.arange(queries.shape[1]), [queries.shape[1]]
+    places = [np.interp(asked, known, np.arange(len(known))) for asked, (known, _) in zip(queries, axes, strict=True)]
+    work = [(0, len(order), [place for place in places if np.ptp(place)])]
+    while work:
+        low, high, places = work.pop()
+        if high - low <= BLOCK or not places:
+            bounds.append(low)
+            continue
+        half = (high - low) // 2
+        parts = np.argpartition(max(places, key=np.ptp), half)
+        order[low:high] = order[low:high][parts]
+        for at, part in ((low, parts[:half]), (low + half, parts[half:])):
+            work.append((at, at + len(part), [place[part] for place in places]))
+    return order, np.sort(bounds)
