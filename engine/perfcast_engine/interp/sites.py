@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -66,14 +66,14 @@ class Curves:
         """From N > 0 rows in any order, ``site`` by axis. Sites are listed by ``ranks``, equal and missing
         ones ascending."""
         order = np.lexsort((x, *site[::-1]))
-        columns, x, ms = np.stack(site, axis=1)[order], x[order], ms[order]
+        columns = [column[order] for column in site]
         fresh = np.ones(len(x) + 1, np.bool_)
-        fresh[1:-1] = (columns[1:] != columns[:-1]).any(axis=1)
+        fresh[1:-1] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
         start = np.flatnonzero(fresh)
-        sites = columns[start[:-1]]
+        sites = np.stack([column[start[:-1]] for column in columns], axis=1)
         ranked = [(ranks or {}).get(tuple(each), 0) for each in sites.tolist()]
         listed = np.argsort(ranked, kind="stable")
-        return cls(sites[listed], start[:-1][listed], start[1:][listed], x, ms)
+        return cls(sites[listed], start[:-1][listed], start[1:][listed], x[order], ms[order])
 
     @cached_property
     def first(self) -> F64:
@@ -102,13 +102,14 @@ class Sites:
 
     curves: Curves
     sol: Callable[..., F64]
+    _read: dict[int, Curve] = field(default_factory=dict, repr=False)
 
     def shape(self, x: F64, *site: float) -> F64:
         """ms at each x of one site: its own curve where it was measured, else what its neighbours say."""
         asked = np.array([site])
         own = self.curves.find(asked)
         if own[0] >= 0:
-            return self._curves[int(own[0])].at(x)
+            return self.curve(int(own[0])).at(x)
         # which sites span x changes only at the ends of curves
         edges = self._edges
         stretch = np.searchsorted(edges, x, "left") + np.searchsorted(edges, x, "right")
@@ -122,11 +123,11 @@ class Sites:
     def on(self, site: Ints, x: F64) -> F64:
         """Each x on the curve of each site (index), or of one."""
         if site.ndim == 0:
-            return self._curves[int(site)].at(x)
+            return self.curve(int(site)).at(x)
         ms = np.empty(len(x))
         for index in np.unique(site):
             here = site == index
-            ms[here] = self._curves[index].at(x[here])
+            ms[here] = self.curve(index).at(x[here])
         return ms
 
     def between(self, site: F64, x: F64, own: Ints) -> F64:
@@ -134,15 +135,12 @@ class Sites:
         near, weight = self._neighbours(site, x, own)
         return self._mean(near.T, weight.T, x, site.T)
 
-    @cached_property
-    def _curves(self) -> list[Curve]:
-        curves = self.curves
-
-        def curve(index: int) -> Curve:
-            rows, site = curves.rows(index), curves.sites[index].tolist()
-            return Curve(curves.x[rows], curves.ms[rows], lambda x: self.sol(x, *site))
-
-        return [curve(index) for index in range(len(curves.sites))]
+    def curve(self, index: int) -> Curve:
+        """That of one site, kept."""
+        if index not in self._read:
+            rows, site = self.curves.rows(index), self.curves.sites[index].tolist()
+            self._read[index] = Curve(self.curves.x[rows], self.curves.ms[rows], lambda x: self.sol(x, *site))
+        return self._read[index]
 
     @cached_property
     def _edges(self) -> F64:

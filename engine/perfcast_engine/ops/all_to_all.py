@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
 
+from perfcast_engine import data
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.interp.grid import Grid
@@ -32,9 +33,9 @@ class CommBackend:
     measured, that of one node is taken; ``sms`` it occupies by default."""
 
     name: str
-    frameworks: tuple[str, ...]
-    phases: tuple[str, ...]
-    steps: tuple[str, ...] = ("dispatch", "combine")
+    frameworks: Sequence[str]
+    phases: Sequence[str]
+    steps: Sequence[str] = ("dispatch", "combine")
     min_sm: int = 0
     max_topk: int = 8
     min_attn_dp: int = 1
@@ -44,36 +45,9 @@ class CommBackend:
     wire: str = "default"
 
 
-def _backends(*rows: CommBackend) -> Mapping[str, CommBackend]:
-    return MappingProxyType({row.name: row for row in rows})
-
-
-_OPEN = ("sglang", "vllm")
-_TRTLLM = ("trtllm",)
-_THREE = ("prepare", "dispatch", "combine")
-# The order is the order of preference.
-BACKENDS = _backends(
-    CommBackend("deepep_ht", _OPEN, (CONTEXT,), deep=True, one_node_stands_in=True, sms=20),
-    CommBackend("deepep_ll", _OPEN, (GENERATION,), deep=True, one_node_stands_in=True),
-    CommBackend("deepep_v2_context", ("vllm",), (CONTEXT,), deep=True),
-    CommBackend("deepep_v2_generation", ("vllm",), (GENERATION,), deep=True),
-    CommBackend("trtllm_deepep_ht", _TRTLLM, (CONTEXT,), min_attn_dp=2, one_node_stands_in=True, wire="ht"),
-    CommBackend("trtllm_deepep_ll", _TRTLLM, (GENERATION,), min_attn_dp=2, one_node_stands_in=True, wire="ll"),
-    CommBackend("nvlink_two_sided", _TRTLLM, PHASES, _THREE, min_sm=100, min_attn_dp=2, wire="nvlink"),
-    CommBackend("nvlink_one_sided", _TRTLLM, PHASES, min_sm=100, min_attn_dp=2, wire="nvlink"),
-)
-
-# (wire, MoE mode) -> dtype of dispatch and combine; modes a wire does not list cannot travel on it.
-_WIRES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
-    {
-        ("ht", "bfloat16"): ("bfloat16", "bfloat16"),
-        ("ht", "fp8"): ("bfloat16", "bfloat16"),
-        ("ht", "nvfp4"): ("nvfp4", "nvfp4"),
-        ("ll", "bfloat16"): ("bfloat16", "bfloat16"),
-        ("ll", "fp8"): ("fp8", "fp8"),
-        ("ll", "nvfp4"): ("nvfp4", "fp4"),
-    }
-)
+KERNELS = data.table("kernels")
+# In order of preference.
+BACKENDS = {name: CommBackend(name, **row) for name, row in KERNELS["all_to_all"].items()}
 
 
 def comm_backend(name: str, field: str = "comm_backend") -> CommBackend:
@@ -91,10 +65,11 @@ def wire_dtype(backend: CommBackend, phase: str, step: str, moe_quant: str, syst
         return "default"
     if backend.wire == "nvlink":
         return "fp4" if (mode, phase, step) == ("nvfp4", GENERATION, "combine") else mode
-    sent = _WIRES.get((backend.wire, mode))
+    sent = KERNELS["wires"][backend.wire].get(mode)
     if sent is None or ((backend.wire, mode) == ("ll", "nvfp4") and system in HOPPER):
         raise InvalidField("moe_quant", f"{backend.name} cannot carry {moe_quant} on {system}", why="wire_dtype")
-    return sent[step == "combine"]
+    dispatch, combine = map(str, sent)
+    return combine if step == "combine" else dispatch
 
 
 def measured_node(db: Database) -> int:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 
 import numpy as np
 from perfcast_surface.averaged import Averaged
 from perfcast_surface.blend import Blend
 from perfcast_surface.terms import SAMPLES, Causal, DecodeMean, One, Term, decode_lengths, decode_lengths_one
 
-from perfcast_engine import quant
+from perfcast_engine import data, quant
 from perfcast_engine.answer import F64, Answer, Miss, Points, Source, Tier, choose
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.interp.grid import Query
@@ -26,21 +25,14 @@ from perfcast_engine.tables.table import Key, Table
 
 OVERHEAD = 1.1  # on the memory-bound steps around a kernel
 USUAL_HEAD_DIM = 128
-HEAD_DIMS = (64, 128, 192, 256, 512)
-# how well a backend's prefill kernel uses the GPU at these head sizes, relative to 128
-HEAD_DIM_RATIOS: Mapping[str, tuple[float, ...]] = MappingProxyType(
-    {
-        "trtllm": (0.58, 1.0, 1.10, 1.17, 1.20),
-        "sglang": (0.60, 1.0, 1.18, 1.32, 1.38),
-        "vllm": (0.60, 1.0, 1.27, 1.51, 1.60),
-    }
-)
 
 
 def head_dim_ratio(backend: str, head_dim: int) -> float:
     """Utilisation at ``head_dim`` relative to 128; 1 for a backend that nobody measured."""
-    ratios = HEAD_DIM_RATIOS.get(backend)
-    return 1.0 if ratios is None else float(np.interp(math.log2(head_dim), np.log2(HEAD_DIMS), ratios))
+    table = data.table("kernels")["head_dim_ratio"]
+    if backend not in table:
+        return 1.0
+    return float(np.interp(math.log2(head_dim), np.log2(table["sizes"]), table[backend]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 from perfcast_surface.terms import Term
 
-from perfcast_engine import quant
+from perfcast_engine import data, quant
 from perfcast_engine.answer import Answer, Points, Source, total
 from perfcast_engine.errors import InvalidField, PerfDataMissing
 from perfcast_engine.ops.base import Split
@@ -62,12 +60,7 @@ class DsaShape:
         return 2 * tokens * (self.weights(heads) + absorbed)
 
 
-SHAPES: Mapping[str, DsaShape] = MappingProxyType(
-    {
-        "DeepseekV32ForCausalLM": DsaShape(7168, 1536, 512, 128, 64, 128, 2048, 128, 64),
-        "GlmMoeDsaForCausalLM": DsaShape(6144, 2048, 512, 192, 64, 256, 2048, 128, 32),
-    }
-)
+SHAPES = {name: DsaShape(**row) for name, row in data.table("kernels")["dsa"].items()}
 KERNELS = {"DeepseekV32ForCausalLM": "dsv32"}  # tables of kernels measured alone; glm5 for any other architecture
 
 

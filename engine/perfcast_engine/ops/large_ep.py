@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from perfcast_engine import data
 from perfcast_engine.answer import Answer, Points, or_else
 from perfcast_engine.errors import InvalidField, PerfDataMissing, UnsupportedCombination
 from perfcast_engine.ops.all_to_all import CONTEXT, GENERATION, PHASES
@@ -41,11 +42,7 @@ class KernelRule:
         return wanted if wanted in held else held[0]
 
 
-KERNELS = {
-    "sglang": KernelRule(DEEPEP),
-    "vllm": KernelRule(DEEPEP),
-    "trtllm": KernelRule("moe_torch_flow", "deepgemm", block_sm=100, any_other=True),
-}
+KERNELS = {name: KernelRule(**row) for name, row in data.table("kernels")["expert_kernels"].items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,14 @@ it costs the measurement, even in SOL mode. ``Answer.source`` tells which.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from perfcast_surface.terms import CHUNK, State, Term, Traffic
 
+from perfcast_engine import data
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.interp.grid import Grid
 from perfcast_engine.interp.surface import Surface
@@ -23,6 +23,7 @@ from perfcast_engine.ops.measured import Coord
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key, Table
 
+KERNELS = data.table("kernels")
 CONV_FN, CONV_UPDATE = "causal_conv1d_fn", "causal_conv1d_update"
 
 
@@ -191,14 +192,11 @@ GDN_SCAN = "chunk_gated_delta_rule"
 GDN_RECURRENCE = "fused_sigmoid_gating_delta_rule_update"
 STATE_BYTES = {"bfloat16": 2, "float16": 2}
 FULL_STATE = "float32"  # of the measured recurrent kernels
-# (backend, version, kernel, phase) -> the implementations under whose names its rows stand
-VARIANTS = {
-    ("vllm", "0.24.0", GDN_SCAN, "context"): tuple(f"{GDN_SCAN}_{by}" for by in ("flashinfer", "triton", "cutedsl")),
-}
-# (backend, state, kernel, phase) -> rows measured with that state, and the sm versions they hold for
-NARROW_STATE = {
-    ("sglang", "bfloat16", GDN_RECURRENCE, "generation"): ("flashinfer_gated_delta_rule_decode", range(100, 110)),
-}
+
+
+def _row(rows: Sequence[Mapping[str, Any]], **known: str) -> Mapping[str, Any]:
+    """The first of ``rows`` that contradicts nothing known; empty where all do."""
+    return next((row for row in rows if all(row.get(name, value) == value for name, value in known.items())), {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,15 +212,15 @@ class Gdn(_DeltaNet):
         return Route(self.kernel, self._rows_of(db))
 
     def _rows_of(self, db: Database) -> str | None:
+        run = {"backend": db.backend, "version": db.version, "kernel": self.kernel, "phase": self.phase}
         if self.kernel in (GDN_SCAN, GDN_RECURRENCE) and self.ssm_dtype != FULL_STATE:
-            rows_of, sm = NARROW_STATE.get((db.backend, self.ssm_dtype, self.kernel, self.phase), (None, range(0)))
-            return rows_of if db.system.sm_version in sm else None
-        variants = VARIANTS.get((db.backend, db.version, self.kernel, self.phase), ())
-        table = db.find(self.table)
-        present = [name for name in variants if table is not None and self.key(table, name) is not None]
+            row = _row(KERNELS["gdn"]["narrow_state"], state=self.ssm_dtype, **run)
+            return str(row["rows_of"]) if row and row["sm"][0] <= (db.system.sm_version or -1) <= row["sm"][1] else None
+        row, table = _row(KERNELS["gdn"]["variants"], **run), db.find(self.table)
+        present = [name for name in row.get("rows_of", ()) if table is not None and self.key(table, name) is not None]
         if len(present) > 1:  # which of them serves is not known
             return None
-        return present[0] if present else self.kernel
+        return str(present[0]) if present else self.kernel
 
     def moved_bytes(self, kernel: str, batch: Coord, s: Coord, tokens: Coord) -> Coord:
         channels = 2 * self.num_k_heads * self.head_k_dim + self.values
@@ -233,29 +231,6 @@ class Gdn(_DeltaNet):
             return 4 * tokens * self.d_model
         moved = 2 * tokens * (channels + self.values) + 2 * state * STATE_BYTES.get(self.ssm_dtype, 4) * batch
         return moved + 2 * (s // CHUNK) * state * 2 * batch if kernel == GDN_SCAN else moved
-
-
-# phase -> the kernel that fuses convolution and recurrence, and the recurrence it replaces
-KDA_FUSED = {
-    "verify": ("fused_kda_decode_mtp_dspark", "fused_sigmoid_gating_delta_rule_update"),
-    "generation": ("kda_fused_decode", "fused_recurrent_kda_packed_decode"),
-}
-# kernel -> the parts whose traffic it has
-KDA_PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "causal_conv1d_fn_qkv3": ("convolution",),
-        CONV_UPDATE: ("convolution",),
-        "chunk_kda": ("scan",),
-        "chunk_kda_with_fused_gate": ("scan",),
-        "flashkda_fwd": ("scan",),
-        "fused_recurrent_kda_packed_decode": ("decode",),
-        "fused_kda_decode": ("decode",),
-        "fused_sigmoid_gating_delta_rule_update": ("verify",),
-        "fused_recurrent_kda": ("verify",),
-        "fused_kda_decode_mtp_dspark": ("convolution", "verify"),
-        "kda_fused_decode": ("convolution", "decode"),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +244,7 @@ class Kda(_DeltaNet):
     table = "kda"
 
     def route(self, db: Database) -> Route | None:
-        fused, recurrence = KDA_FUSED.get(self.phase, ("", ""))
+        fused, recurrence = KERNELS["kda"]["fused"].get(self.phase, ("", ""))
         if self.kernel not in (CONV_UPDATE, recurrence) or not self._is_fused(db, fused):
             return Route(self.kernel, self.kernel)
         return None if self.kernel == CONV_UPDATE else Route(fused, fused)
@@ -294,8 +269,8 @@ class Kda(_DeltaNet):
 
     def moved_bytes(self, kernel: str, batch: Coord, s: Coord, tokens: Coord) -> Coord:
         state = 4 * self.values * self.head_k_dim
-        moved = 0.0
-        for part in KDA_PARTS.get(kernel, ()):
+        parts, moved = KERNELS["kda"]["parts"].get(kernel), 0.0
+        for part in parts or ():
             if part == "convolution":
                 moved = moved + 6 * tokens * self.values * (self.d_conv + 2)
                 continue
@@ -303,4 +278,4 @@ class Kda(_DeltaNet):
             moved = moved + state * (batch + tokens) if part == "verify" else moved + 2 * state * batch
             if part == "scan":
                 moved = moved + 2 * state * batch * (s // CHUNK)
-        return moved if kernel in KDA_PARTS else 4 * tokens * self.d_model
+        return moved if parts else 4 * tokens * self.d_model
