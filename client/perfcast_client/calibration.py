@@ -12,8 +12,8 @@ from perfcast_client.calls import Call, engine_call, fill
 from perfcast_client.errors import refused
 from perfcast_client.planner import iteration_message
 from perfcast_client.planner_types import Iteration
+from perfcast_client.reading import Result
 from perfcast_client.record import EngineLike
-from perfcast_client.results import Result, given
 
 CALIBRATION = "/perfcast.v1.Calibration/"
 OPTIONAL = ("min_faster_correction_factor", "max_slower_correction_factor", "cold_start_factor")
@@ -94,10 +94,7 @@ def tune(
     )
     fill(request, sequence=sequence)
 
-    def read(m: calibration_pb2.TuneResponse) -> Tuned:
-        return Tuned(m.state_version, m.kept_iterations)
-
-    return engine_call(CALIBRATION + "Tune", request, calibration_pb2.TuneResponse, read, engine)
+    return engine_call(CALIBRATION + "Tune", request, calibration_pb2.TuneResponse, Tuned.of, engine)
 
 
 def diagnose(engine: EngineLike | None, state: str) -> Call[Diagnosis]:
@@ -107,24 +104,9 @@ def diagnose(engine: EngineLike | None, state: str) -> Call[Diagnosis]:
 
 
 def _read_diagnosis(m: calibration_pb2.DiagnoseResponse) -> Diagnosis:
-    kinds = tuple(
-        KindDiagnosis(k.kind, k.retained_observations, tuple(k.correction_factors), k.no_signal_reason, k.cold)
-        for k in m.kinds
-    )
     options = {item.name: getattr(m.options, item.name) for item in fields(LearningOptions)}
     options |= {name: options[name] or None for name in OPTIONAL}
-    return Diagnosis(
-        m.state_version,
-        m.source,
-        m.readiness,
-        m.retained_observations,
-        m.correction_ready_buckets,
-        given(m, "min_correction_factor"),
-        given(m, "max_correction_factor"),
-        given(m, "avg_correction_factor"),
-        kinds,
-        LearningOptions(**options),
-    )
+    return Diagnosis.read(m, options=LearningOptions(**options))
 
 
 def export_state(engine: EngineLike | None, state: str) -> Call[bytes]:

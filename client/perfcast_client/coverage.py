@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from perfcast.v1 import catalog_pb2, common_pb2
+from perfcast.v1 import catalog_pb2
 
 from perfcast_client.config import enum_word
 from perfcast_client.errors import PerfcastError
-from perfcast_client.results import SHARES, EngineStamp, Result, error_of, word
+from perfcast_client.reading import Result
+from perfcast_client.results import SHARES, EngineStamp
 
 
 def _mode(number: int) -> str:
     """The word of a mode; empty where none works."""
     return enum_word("database_mode", number) if number else ""
-
-
-def _parallel(m: common_pb2.ParallelConfig) -> dict[str, int]:
-    return {item.name: value for item, value in m.ListFields()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +26,8 @@ class OperatorCoverage(Result):
     standing: measured, computed (needs no table), estimated, roofline or missing; works_in: the first mode of silicon,
     hybrid and sol that answers every point, "" where none does; shares: of the points by origin in mode silicon.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {"name": "operator_name", "error": "first_error"}
 
     phase: str
     name: str
@@ -44,19 +43,8 @@ class OperatorCoverage(Result):
 
     @classmethod
     def of(cls, m: catalog_pb2.OperatorCoverage) -> OperatorCoverage:
-        return cls(
-            word(catalog_pb2.Phase, m.phase, "PHASE_"),
-            m.operator_name,
-            m.kind,
-            word(catalog_pb2.Standing, m.standing, "STANDING_"),
-            _mode(m.works_in),
-            word(common_pb2.Tier, m.tier, "TIER_"),
-            m.table,
-            m.key,
-            m.nearest,
-            {name: getattr(m, name) for name in (*SHARES, "missing_share")},
-            error_of(m, "first_error"),
-        )
+        shares = {name: getattr(m, name) for name in (*SHARES, "missing_share")}
+        return cls.read(m, works_in=_mode(m.works_in), shares=shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +58,7 @@ class Coverage(Result):
 
     @classmethod
     def of(cls, m: catalog_pb2.CoverageResponse) -> Coverage:
-        operators = tuple(map(OperatorCoverage.of, m.operators))
-        return cls(EngineStamp.of(m.engine), _parallel(m.parallel), _mode(m.works_in), operators)
+        return cls.read(m, works_in=_mode(m.works_in))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +67,8 @@ class ModelSupport(Result):
 
     works_in: silicon, hybrid or "" for neither; error: why not silicon; unmeasured: operators, as phase/name.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {"model": "model_id", "unmeasured": "unmeasured_operators"}
 
     model: str
     system: str
@@ -100,13 +89,4 @@ class ModelSupport(Result):
 
     @classmethod
     def of(cls, m: catalog_pb2.ModelSupport) -> ModelSupport:
-        return cls(
-            m.model_id,
-            m.system,
-            m.backend,
-            m.version,
-            _parallel(m.parallel),
-            _mode(m.works_in),
-            error_of(m),
-            tuple(m.unmeasured_operators),
-        )
+        return cls.read(m, works_in=_mode(m.works_in))

@@ -9,11 +9,9 @@ from typing import Any
 
 from perfcast.v1 import deploy_pb2
 
-from perfcast_client.config import enum_word
-from perfcast_client.deployments import plain
-from perfcast_client.errors import PerfcastError, from_detail
+from perfcast_client.errors import PerfcastError
+from perfcast_client.reading import Result
 from perfcast_client.record import Record, wire
-from perfcast_client.results import Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +78,6 @@ class DeployedRole(Result):
     chunked_prefill: bool
     prefix_caching: bool
 
-    @classmethod
-    def of(cls, m: deploy_pb2.DeployedRole) -> DeployedRole:
-        parallel = {item.name: value for item, value in m.parallel.ListFields()}
-        return plain(cls, m, role=enum_word("role", m.role), parallel=parallel)
-
 
 @dataclass(frozen=True, slots=True)
 class DeploySummary(Result):
@@ -100,12 +93,6 @@ class DeploySummary(Result):
     predicted: Figures | None
     profile: str
 
-    @classmethod
-    def of(cls, m: deploy_pb2.DeploySummary) -> DeploySummary:
-        predicted = plain(Figures, m.predicted) if m.HasField("predicted") else None
-        roles = tuple(map(DeployedRole.of, m.roles))
-        return plain(cls, m, roles=roles, predicted=predicted, profile=enum_word("profile", m.profile))
-
 
 @dataclass(frozen=True, slots=True)
 class Change(Result):
@@ -118,7 +105,7 @@ class Change(Result):
 
     @classmethod
     def of(cls, m: deploy_pb2.DeployChange) -> Change:
-        return cls(m.field, json.loads(m.predicted), json.loads(m.deployed), m.reason)
+        return cls.read(m, predicted=json.loads(m.predicted), deployed=json.loads(m.deployed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +124,7 @@ class DeployFiles(Result):
 
     @classmethod
     def of(cls, m: deploy_pb2.GenerateResponse) -> DeployFiles:
-        figures = plain(Figures, m.predicted_as_deployed) if m.HasField("predicted_as_deployed") else None
-        files = {file.path: file.content for file in m.files}
-        changes, summary = tuple(map(Change.of, m.changes)), DeploySummary.of(m.summary)
-        return cls(m.name, files, summary, changes, figures, tuple(m.notes))
+        return cls.read(m, files={file.path: file.content for file in m.files})
 
     def to_dict(self) -> dict[str, Any]:
         told = super(DeployFiles, self).to_dict()
@@ -154,11 +138,6 @@ class Validation(Result):
     valid: bool
     error: PerfcastError | None
     summary: DeploySummary | None
-
-    @classmethod
-    def of(cls, m: deploy_pb2.ValidateResponse) -> Validation:
-        error = from_detail(m.error.reason, m.error.message, m.error.metadata) if m.HasField("error") else None
-        return cls(m.valid, error, DeploySummary.of(m.summary) if m.HasField("summary") else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +163,3 @@ class DeployTargets(Result):
 
     targets: tuple[DeployTarget, ...]
     backends: tuple[DeployBackend, ...]
-
-    @classmethod
-    def of(cls, m: deploy_pb2.ListTargetsResponse) -> DeployTargets:
-        return cls(
-            tuple(DeployTarget(t.name, t.writes, tuple(t.backends)) for t in m.targets),
-            tuple(plain(DeployBackend, b, version_by_release=dict(b.version_by_release)) for b in m.backends),
-        )

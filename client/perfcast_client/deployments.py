@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-from perfcast.v1 import search_pb2, serving_pb2
+from perfcast.v1 import search_pb2
 
 from perfcast_client import serving
-from perfcast_client.config import EngineConfig, enum_word
+from perfcast_client.config import EngineConfig
 from perfcast_client.errors import PerfcastError, from_detail, refused
+from perfcast_client.reading import Result
 from perfcast_client.record import read
-from perfcast_client.results import EngineStamp, OperatorLatency, Provenance, Result, word
-
-T = TypeVar("T", bound=Result)
-
-
-def plain(cls: type[T], message: Any, **own: Any) -> T:
-    """``cls`` of the fields of a message that have its names; ``own`` are read by the caller."""
-    names = [item.name for item in fields(cls) if item.name not in own]  # type: ignore[arg-type]
-    optional = {f.name for f in message.DESCRIPTOR.fields if f.has_presence}
-    told = {n: getattr(message, n) if n not in optional or message.HasField(n) else None for n in names}
-    return cls(**told, **own)
+from perfcast_client.results import EngineStamp, OperatorLatency, Provenance
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +29,6 @@ class WorkerGroup(Result):
     requests_per_s_per_worker: float | None
     memory_gib_per_gpu: float
     encoder_memory_gib_per_gpu: float
-
-    @classmethod
-    def of(cls, m: serving_pb2.WorkerGroup) -> WorkerGroup:
-        return plain(cls, m, role=enum_word("role", m.role))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +108,6 @@ class Deployment(Result):
     encode: EncodeWorkers | None
     afd: AfdTopology | None
 
-    @classmethod
-    def of(cls, m: serving_pb2.Deployment) -> Deployment:
-        return plain(
-            cls,
-            m,
-            mode=_mode(m.mode),
-            workers=tuple(map(WorkerGroup.of, m.workers)),
-            iterations=plain(Iterations, m.iterations) if m.HasField("iterations") else None,
-            ranking=plain(Ranking, m.ranking) if m.HasField("ranking") else None,
-            encode=plain(EncodeWorkers, m.encode) if m.HasField("encode") else None,
-            afd=plain(AfdTopology, m.afd) if m.HasField("afd") else None,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class DeployedEngine(Result):
@@ -144,12 +118,6 @@ class DeployedEngine(Result):
     modes: Mapping[str, str]
     gpus_total: int
     mapping: str
-
-    @classmethod
-    def of(cls, m: serving_pb2.DeployedEngine) -> DeployedEngine:
-        modes = {item.name: value for item, value in m.modes.ListFields()}
-        stamp, config = EngineStamp.of(m.stamp), EngineConfig.from_message(m.config)
-        return cls(stamp, config, modes, m.gpus_total, m.mapping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +147,6 @@ class StepLatency(Result):
     provenance: Provenance
     operators: tuple[OperatorLatency, ...]
 
-    @classmethod
-    def of(cls, m: serving_pb2.StepLatency) -> StepLatency:
-        operators = tuple(map(OperatorLatency.of, m.operators))
-        return cls(m.name, m.engine, m.latency_ms, Provenance.of(m.provenance), operators)
-
 
 @dataclass(frozen=True, slots=True)
 class Estimate(Result):
@@ -195,17 +158,6 @@ class Estimate(Result):
     steps: tuple[StepLatency, ...]
     profile: str
     warnings: tuple[str, ...]
-
-    @classmethod
-    def of(cls, m: serving_pb2.EstimateResponse) -> Estimate:
-        return cls(
-            Deployment.of(m.deployment),
-            tuple(map(DeployedEngine.of, m.engines)),
-            tuple(plain(GpuMemory, memory) for memory in m.memory),
-            tuple(map(StepLatency.of, m.steps)),
-            enum_word("profile", m.profile),
-            tuple(m.warnings),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +173,6 @@ class MemoryEstimate(Result):
     kv_cache_blocks: int | None
     largest_batch_per_rank: int | None
     at_batch: GpuMemory | None
-
-    @classmethod
-    def of(cls, m: serving_pb2.EstimateMemoryResponse) -> MemoryEstimate:
-        return plain(
-            cls,
-            m,
-            engine=DeployedEngine.of(m.engine),
-            at_start=plain(GpuMemory, m.at_start),
-            at_batch=plain(GpuMemory, m.at_batch) if m.HasField("at_batch") else None,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +194,6 @@ class SearchProgress(Result):
     mappings_done: int
     mappings_total: int
     front: tuple[FrontPoint, ...]
-
-    @classmethod
-    def of(cls, m: search_pb2.SearchProgress) -> SearchProgress:
-        front = tuple(plain(FrontPoint, point) for point in m.front)
-        return plain(cls, m, mode=_mode(m.mode), front=front)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,23 +250,8 @@ class Experiment(Result):
 
     @classmethod
     def of(cls, m: search_pb2.Experiment) -> Experiment:
-        def rows(messages: Any) -> tuple[Deployment, ...]:
-            return tuple(map(Deployment.of, messages))
-
         refused = ((r.mapping, from_detail(r.error.reason, r.error.message, r.error.metadata)) for r in m.refused)
-        return plain(
-            cls,
-            m,
-            mode=_mode(m.mode),
-            status=word(search_pb2.ExperimentStatus, m.status, "EXPERIMENT_STATUS_"),
-            picks=rows(m.picks),
-            front=rows(m.front),
-            rows=rows(m.rows),
-            closest=Deployment.of(m.closest) if m.HasField("closest") else None,
-            violations=tuple(plain(Violation, violation) for violation in m.violations),
-            engines=tuple(map(DeployedEngine.of, m.engines)),
-            refused=tuple(refused),
-        )
+        return cls.read(m, refused=tuple(refused))
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,25 +299,8 @@ class SearchResult(Result):
 
     @classmethod
     def of(cls, m: search_pb2.SearchResult) -> SearchResult:
-        targets = m.targets
-        return plain(
-            cls,
-            m,
-            experiments=tuple(map(Experiment.of, m.experiments)),
-            profile=enum_word("profile", m.profile),
-            workload=serving.Workload.of(m.workload),
-            limits=serving.Limits.of(m.limits),
-            matching=serving.Matching.of(m.matching),
-            kv_transfer=serving.KvTransfer.of(m.kv_transfer) if m.HasField("kv_transfer") else None,
-            ttft_ms=targets.ttft_ms,
-            tpot_ms=targets.tpot_ms,
-            request_latency_ms=targets.request_latency_ms,
-        )
+        return cls.read(m, m.targets)
 
 
 def search_event(m: search_pb2.SearchResponse) -> SearchProgress | SearchResult:
     return SearchResult.of(m.result) if m.HasField("result") else SearchProgress.of(m.progress)
-
-
-def _mode(number: int) -> str:
-    return word(serving_pb2.ServingMode, number, "SERVING_MODE_")

@@ -10,27 +10,24 @@ import numpy as np
 from perfcast.v1 import common_pb2, planner_pb2
 
 from perfcast_client.calls import Call, both, engine_call, fill
-from perfcast_client.errors import PerfcastError, from_detail, refused
+from perfcast_client.errors import refused
 from perfcast_client.planner_types import (
     Bootstrap,
     BootstrapPoint,
     Capacity,
     Duration,
     Estimates,
-    FitQuality,
     Iteration,
     LatencyLaw,
     Limits,
-    Outlook,
     RankLoad,
     RankPass,
     TickAnswer,
     TickGroup,
     WorkerLoad,
-    WorkerOutlook,
 )
+from perfcast_client.reading import given
 from perfcast_client.record import EngineLike
-from perfcast_client.results import EngineStamp, given
 
 PLANNER = "/perfcast.v1.Planner/"
 ROLES = {
@@ -57,7 +54,7 @@ def estimate_passes(engine: EngineLike | None, iterations: Iterable[Iteration], 
     def read(m: planner_pb2.EstimatePassesResponse) -> Estimates:
         ms = np.fromiter(m.latency_ms, np.float64, len(m.latency_ms))
         ms[list(m.not_ready)] = np.nan
-        return Estimates(ms, m.state_version, _stamp(m))
+        return Estimates.read(m, latency_ms=ms)
 
     request = planner_pb2.EstimatePassesRequest(state_name=state, iterations=map(iteration_message, iterations))
     return engine_call(PLANNER + "EstimatePasses", request, planner_pb2.EstimatePassesResponse, read, engine)
@@ -75,7 +72,7 @@ def queue_drain(
     request = planner_pb2.QueueDrainRequest(state_name=state, ranks=map(load_message, ranks), **_common(role, limits))
 
     def read(m: planner_pb2.QueueDrainResponse) -> Duration:
-        return Duration(given(m, "drain_s"), m.state_version, _stamp(m))
+        return Duration.read(m, seconds=given(m, "drain_s"))
 
     return engine_call(PLANNER + "QueueDrain", request, planner_pb2.QueueDrainResponse, read, engine)
 
@@ -94,7 +91,7 @@ def decode_itl(
     fill(request, usual_prefill_tokens_per_rank=usual_prefill[0], usual_prefill_requests_per_rank=usual_prefill[1])
 
     def read(m: planner_pb2.DecodeItlResponse) -> Duration:
-        return Duration(given(m, "itl_s"), m.state_version, _stamp(m))
+        return Duration.read(m, seconds=given(m, "itl_s"))
 
     return engine_call(PLANNER + "DecodeItl", request, planner_pb2.DecodeItlResponse, read, engine)
 
@@ -137,21 +134,8 @@ def capacity(
 def _read_capacity(m: planner_pb2.CapacityResponse) -> Capacity | None:
     if not m.HasField("capacity"):
         return None
-    point = m.capacity
     columns = {item.name: np.array(values, np.float64) for item, values in m.candidates.ListFields()}
-    return Capacity(
-        point.batch_total,
-        point.rps,
-        given(point, "ttft_s"),
-        given(point, "itl_s"),
-        given(point, "e2e_s"),
-        point.eligible,
-        tuple(point.violated_targets),
-        point.corrections_held_back,
-        m.state_version,
-        _stamp(m),
-        columns,
-    )
+    return Capacity.read(m.capacity, m, candidates=columns)
 
 
 def evaluate_tick(groups: Iterable[TickGroup]) -> Call[tuple[TickAnswer, ...]]:
@@ -159,9 +143,7 @@ def evaluate_tick(groups: Iterable[TickGroup]) -> Call[tuple[TickAnswer, ...]]:
     request = planner_pb2.EvaluateTickRequest(groups=map(_group_message, groups))
 
     def read(m: planner_pb2.EvaluateTickResponse) -> tuple[TickAnswer, ...]:
-        return tuple(
-            TickAnswer(tuple(map(_worker_outlook, g.workers)), g.state_version, _stamp(g), _error(g)) for g in m.groups
-        )
+        return tuple(map(TickAnswer.of, m.groups))
 
     return Call(PLANNER + "EvaluateTick", request, planner_pb2.EvaluateTickResponse, read)
 
@@ -185,15 +167,6 @@ def _worker_message(worker: WorkerLoad) -> planner_pb2.WorkerLoad:
         usual_prefill_tokens_per_rank=worker.usual_prefill_tokens,
         usual_prefill_requests_per_rank=worker.usual_prefill_requests,
     )
-
-
-def _worker_outlook(m: planner_pb2.WorkerOutlook) -> WorkerOutlook:
-    outlooks = (Outlook(given(o, "drain_s"), given(o, "itl_s"), _error(o)) for o in m.outlooks)
-    return WorkerOutlook(m.worker_id, tuple(outlooks), _error(m))
-
-
-def _rank_pass(m: planner_pb2.RankPass) -> RankPass:
-    return RankPass(**{item.name: getattr(m, item.name) for item in fields(RankPass)})
 
 
 def bootstrap(
@@ -221,28 +194,10 @@ def bootstrap(
 
     def read(parts: Sequence[planner_pb2.BootstrapResponse]) -> Bootstrap:
         header = parts[0].header
-        points = tuple(
-            BootstrapPoint(
-                planner_pb2.PointType.Name(point.type).removeprefix("POINT_TYPE_").lower(),
-                tuple(map(_rank_pass, point.ranks)),
-            )
-            for part in parts[1:]
-            for point in part.points.points
-        )
-        return Bootstrap(
-            points,
-            EngineStamp.of(header.engine),
-            header.attention_dp,
-            header.gpus_total,
-            header.max_kv_tokens_total,
-            given(header, "largest_batch_per_rank"),
-        )
+        points = tuple(BootstrapPoint.of(point) for part in parts[1:] for point in part.points.points)
+        return Bootstrap.read(header, points=points)
 
     return engine_call(PLANNER + "Bootstrap", request, planner_pb2.BootstrapResponse, read, engine, stream=True)
-
-
-def _quality(m: planner_pb2.FitQuality) -> FitQuality:
-    return FitQuality(m.r_squared, m.worst_error_ms, m.worst_relative_error, m.samples)
 
 
 def fit_latency_law(engine: EngineLike, **box: int) -> Call[LatencyLaw]:
@@ -251,20 +206,7 @@ def fit_latency_law(engine: EngineLike, **box: int) -> Call[LatencyLaw]:
     request.box.SetInParent()
     fill(request.box, **box)
 
-    def read(m: planner_pb2.FitLatencyLawResponse) -> LatencyLaw:
-        told = {item.name: value for item, value in m.box.ListFields()}
-        return LatencyLaw(
-            m.alpha_ms,
-            m.beta_ms_per_request,
-            m.gamma_ms,
-            m.delta_ms_per_token,
-            _quality(m.itl_fit),
-            _quality(m.ttft_fit),
-            told,
-            EngineStamp.of(m.engine),
-        )
-
-    return engine_call(PLANNER + "FitLatencyLaw", request, planner_pb2.FitLatencyLawResponse, read, engine)
+    return engine_call(PLANNER + "FitLatencyLaw", request, planner_pb2.FitLatencyLawResponse, LatencyLaw.of, engine)
 
 
 def _common(role: str, limits: Limits) -> dict[str, Any]:
@@ -323,12 +265,3 @@ def _word(field_name: str, words: Mapping[str, Any], word: Any) -> Any:
     if word not in words:
         raise refused(field_name, word, f"is not one of {', '.join(filter(None, words))}")
     return words[word]
-
-
-def _stamp(message: Any) -> EngineStamp | None:
-    return EngineStamp.of(message.engine) if message.HasField("engine") else None
-
-
-def _error(message: Any) -> PerfcastError | None:
-    error = message.error
-    return from_detail(error.reason, error.message, error.metadata) if message.HasField("error") else None

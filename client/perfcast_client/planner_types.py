@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from perfcast_client.errors import PerfcastError
+from perfcast_client.reading import Result
 from perfcast_client.record import EngineLike
-from perfcast_client.results import F64, EngineStamp, Result
+from perfcast_client.results import F64, EngineStamp
 
 
 @dataclass(frozen=True, slots=True)
-class RankPass:
+class RankPass(Result):
     """What one attention-DP rank runs in one iteration."""
 
     prefill_requests: int = 0
@@ -151,6 +153,8 @@ class TickAnswer(Result):
 @dataclass(frozen=True, slots=True)
 class BootstrapPoint(Result):
     """One iteration of the sweep: "prefill" or "decode", all ranks with the time that it takes."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"point_type": "type"}
 
     point_type: str
     ranks: tuple[RankPass, ...]

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from perfcast.v1 import admin_pb2, catalog_pb2, common_pb2, prediction_pb2
+from perfcast.v1 import catalog_pb2, common_pb2, prediction_pb2
 
 from perfcast_client.config import EngineConfig, enum_word
 from perfcast_client.errors import PerfcastError, from_detail
+from perfcast_client.reading import Result, word
 
 F64 = NDArray[np.float64]
 SHARES = ("silicon_share", "empirical_share", "sol_share", "estimated_share", "mixed_share")
-
-
-class Result:
-    """Base of results."""
-
-    __slots__ = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values only, ready for JSON."""
-        return {key: _plain(value) for key, value in asdict(self).items()}  # type: ignore[call-overload]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return [None if isinstance(item, float) and item != item else item for item in value.tolist()]
-    if isinstance(value, Mapping):
-        return {key: _plain(member) for key, member in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(member) for member in value]
-    if isinstance(value, PerfcastError):
-        return {"reason": value.reason, "message": value.message, "details": value.details}
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +49,7 @@ class Provenance(Result):
 
     @classmethod
     def of(cls, m: common_pb2.Provenance) -> Provenance:
-        return cls(**{name: getattr(m, name) for name in SHARES}, tier=word(common_pb2.Tier, m.tier, "TIER_"))
+        return cls(**{name: getattr(m, name) for name in SHARES}, tier=word(common_pb2.Tier.DESCRIPTOR, m.tier))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +57,6 @@ class OperatorLatency(Result):
     name: str
     latency_ms: float
     source: str
-
-    @classmethod
-    def of(cls, m: prediction_pb2.OperatorLatency) -> OperatorLatency:
-        return cls(m.name, m.latency_ms, word(common_pb2.Source, m.source, "SOURCE_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +76,7 @@ class Engine(Result):
 
     @classmethod
     def of(cls, m: prediction_pb2.ResolveEngineResponse) -> Engine:
-        stamp, config = EngineStamp.of(m.engine), EngineConfig.from_message(m.resolved)
-        modes = {item.name: value for item, value in m.modes.ListFields()}
-        return cls(stamp, config, m.gpus_total, m.model_family, tuple(m.notes), modes)
+        return cls.read(m, stamp=EngineStamp.of(m.engine), config=EngineConfig.from_message(m.resolved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +137,7 @@ class ServerInfo(Result):
 
     @classmethod
     def of(cls, m: catalog_pb2.GetServerInfoResponse) -> ServerInfo:
-        limits = m.limits
-        return cls(
-            m.version,
-            m.api_revision,
-            tuple(m.methods),
-            limits.max_message_bytes,
-            limits.max_points_per_request,
-            limits.max_concurrent_requests,
-        )
+        return cls.read(m, m.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +148,6 @@ class Reloaded(Result):
     changed: bool
     packs: int
     workers: int
-
-    @classmethod
-    def of(cls, m: admin_pb2.ReloadDataResponse) -> Reloaded:
-        return cls(m.data_version, m.changed, m.packs, m.workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,23 +175,13 @@ class System(Result):
 
     @classmethod
     def of(cls, m: catalog_pb2.System) -> System:
-        return cls(
-            m.name,
-            m.gpus_per_node,
-            given(m, "gpus_per_rack"),
-            given(m, "sm_version"),
-            given(m, "memory_bytes"),
-            m.memory_bandwidth_bytes_per_s,
-            m.intra_node_bandwidth_bytes_per_s,
-            m.inter_node_bandwidth_bytes_per_s,
-            given(m, "power_w"),
-            dict(m.flops_per_s),
-            versions(m.backends),
-        )
+        return cls.read(m, versions=versions(m.backends))
 
 
 @dataclass(frozen=True, slots=True)
 class Model(Result):
+    renamed: ClassVar[Mapping[str, str]] = {"model": "model_id"}
+
     model: str
     family: str
     architecture: str
@@ -239,11 +190,6 @@ class Model(Result):
     context_tokens: int
     experts: int
     quant: Mapping[str, str]
-
-    @classmethod
-    def of(cls, m: catalog_pb2.Model) -> Model:
-        quant = {item.name: value for item, value in m.quant.ListFields()}
-        return cls(m.model_id, m.family, m.architecture, m.layers, m.hidden_size, m.context_tokens, m.experts, quant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,35 +209,6 @@ class Support(Result):
     error: PerfcastError | None
     phases: tuple[PhaseSupport, ...]
 
-    @classmethod
-    def of(cls, m: catalog_pb2.CheckSupportResponse) -> Support:
-        phases = tuple(
-            PhaseSupport(
-                word(catalog_pb2.Phase, phase.phase, "PHASE_"),
-                phase.supported,
-                error_of(phase),
-                Provenance.of(phase.provenance) if phase.HasField("provenance") else None,
-            )
-            for phase in m.phases
-        )
-        stamp = EngineStamp.of(m.engine) if m.HasField("engine") else None
-        return cls(m.supported, stamp, error_of(m), phases)
 
-
-def given(message: Any, name: str) -> Any:
-    """An optional field; None where it is absent."""
-    return getattr(message, name) if message.HasField(name) else None
-
-
-def versions(backends: Any) -> tuple[Version, ...]:
+def versions(backends: Iterable[catalog_pb2.BackendVersions]) -> tuple[Version, ...]:
     return tuple(Version(b.backend, v.version, v.slot) for b in backends for v in b.versions)
-
-
-def error_of(m: Any, name: str = "error") -> PerfcastError | None:
-    """The exception that an ErrorDetail stands for; None where there is none."""
-    told = given(m, name)
-    return None if told is None else from_detail(told.reason, told.message, told.metadata)
-
-
-def word(enum: Any, number: int, prefix: str) -> str:
-    return str(enum.Name(number)).removeprefix(prefix).lower()

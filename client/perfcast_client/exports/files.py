@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from perfcast_client.results import EngineStamp, Provenance, Result
+from perfcast_client.reading import Result
+from perfcast_client.results import EngineStamp, Provenance
 
 
 @dataclass(frozen=True, slots=True)
