@@ -269,7 +269,8 @@ def _largest(fits: Callable[[F64], Mask], limit: int) -> int:
     """The largest whole number up to ``limit`` that ``fits``, as all smaller ones do; 0 if none does."""
     low, high = 0.0, limit + 1.0
     while high - low > 1:
-        tried = np.unique(np.linspace(low, high, TRIED + 2).round()[1:-1])
+        tried = np.unique(np.linspace(low, high, TRIED + 2).round())
+        tried = tried[(tried > low) & (tried < high)]
         held = int(np.count_nonzero(fits(tried)))
         low, high = tried[held - 1] if held else low, tried[held] if held < len(tried) else high
     return int(low)

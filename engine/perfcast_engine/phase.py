@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer, Miss, Points
+from perfcast_engine.answer import F64, Answer, Miss, Points, attempt, moved
 from perfcast_engine.errors import EngineError
 from perfcast_engine.ops.base import Op, Reads, Role
 from perfcast_engine.origin import Summed
@@ -97,10 +97,7 @@ class Phase:
 
     def _evaluate(self, op: Op, at: Points) -> Answer:
         """An operator's answer; an error that it raises is a miss of every point."""
-        try:
-            return self.evaluate(op, self.db, at)
-        except EngineError as error:
-            return Answer.none(len(at), error)
+        return attempt(lambda at: self.evaluate(op, self.db, at), at)
 
 
 def _looked_up(table: CountTable, x: F64) -> StepResult:
@@ -116,11 +113,8 @@ def _looked_up(table: CountTable, x: F64) -> StepResult:
 def _missed(table: CountTable, x: F64, ms: F64) -> list[Miss]:
     """Why points have no sum, asking the operators about those points only."""
     gone = np.flatnonzero(np.isnan(ms))
-    misses: list[Miss] = []
-    if len(gone):
-        counts, back = np.unique(x[gone], return_inverse=True)
-        for mask, error in (miss for answer in table.answers(counts) for miss in answer.misses):
-            spread = np.zeros(len(x), np.bool_)
-            spread[gone[mask[back]]] = True
-            misses.append((spread, error))
-    return misses
+    if not len(gone):
+        return []
+    counts, back = np.unique(x[gone], return_inverse=True)
+    misses = (miss for answer in table.answers(counts) for miss in answer.misses)
+    return moved([(mask[back], error) for mask, error in misses], gone, len(x))

@@ -8,7 +8,7 @@ from typing import Any
 
 from perfcast.v1 import calibration_pb2
 from perfcast_engine.planner.pass_model import LearningOptions, PassModel
-from perfcast_engine.planner.samples import Features, SampleStore
+from perfcast_engine.planner.samples import Features, Samples, SampleStore
 from perfcast_engine.planner.telemetry import MAX_COUNT, Kind
 from perfcast_engine.step import StepModel
 
@@ -86,7 +86,7 @@ def model_of(state: calibration_pb2.CalibrationState, steps: StepModel | None) -
         points: list[Features] = list(zip(*columns, strict=True))
         lower, upper = _bounds(told.lower_seen, axes, name), _bounds(told.upper_seen, axes, name)
         with named(f"state.{name}"):
-            model.restore(kind, points, list(told.values), lower, upper)
+            model.restore(kind, Samples(points, list(told.values), lower, upper))
     _check_clients(state)
     return model
 

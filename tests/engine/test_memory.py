@@ -104,6 +104,9 @@ def test_largest_batch_is_the_last_that_fits():
     most = model.largest_batch(1000, 200)
     verdicts = [model.verdict(model.footprint(b, 1000, 200, b), model.kv_fraction()) for b in (most, most + 1)]
     assert [bool(out[0] | over[0]) for out, over in verdicts] == [False, True]
+    assert [model.largest_batch(1000, 200, limit=limit) for limit in (1, 2, 66, most - 1, most + 1)] == [
+        1, 2, 66, most - 1, most,
+    ]  # fmt: skip
     assert memory(weight_bytes=1e12).largest_batch(1000, 200) == 0
 
 

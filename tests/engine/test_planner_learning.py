@@ -11,6 +11,7 @@ from perfcast_engine.errors import InvalidField, PerfDataMissing
 from perfcast_engine.planner.capacity import CapacityRequest, capacity
 from perfcast_engine.planner.engine_work import EngineLimits, EngineRole
 from perfcast_engine.planner.pass_model import LearningOptions, PassModel
+from perfcast_engine.planner.samples import Samples
 from perfcast_engine.planner.telemetry import Iterations, Kind, RankRecord
 from perfcast_engine.step import RankWork
 from perfcast_engine.step_result import StepResult
@@ -52,7 +53,7 @@ def random_iterations(seed: int, count: int, ranks: int = 3) -> list[list[RankRe
 
 
 def state_of(model: PassModel) -> list[tuple]:
-    return [(store.features, store.values, store.lower_seen, store.upper_seen) for store in model.stores.values()]
+    return [store.told() for store in model.stores.values()]
 
 
 QUERIES = Iterations.of([[record] for iteration in random_iterations(99, 50) for record in iteration])
@@ -86,7 +87,7 @@ def test_a_copy_learns_on_its_own_and_a_restored_store_goes_on_the_same():
         before = state_of(first.copy())
         second, third = first.copy(), build()
         for kind, store in first.stores.items():
-            third.restore(kind, store.features, store.values, store.lower_seen, store.upper_seen)
+            third.restore(kind, store.told())
         more = Iterations.of(random_iterations(4, 100))
         second.tune(more)
         third.tune(more)
@@ -117,16 +118,16 @@ def test_an_iteration_without_data_raises_after_the_earlier_ones_were_learned():
 )
 def test_a_store_takes_over_only_what_it_could_hold(features, values, lower, upper):
     with pytest.raises(InvalidField):
-        corrected().restore(Kind.DECODE, features, values, lower, upper)
+        corrected().restore(Kind.DECODE, Samples(features, values, lower, upper))
 
 
 def test_a_regression_takes_over_bounds_that_hold_its_samples():
     model = PassModel()
     with pytest.raises(InvalidField):
-        model.restore(Kind.PREFILL, [(5.0,)], [1.0], None, None)
+        model.restore(Kind.PREFILL, Samples([(5.0,)], [1.0]))
     with pytest.raises(InvalidField):
-        model.restore(Kind.PREFILL, [(5.0,)], [1.0], (6.0,), (7.0,))
-    model.restore(Kind.PREFILL, [(5.0,)], [1.0], (1.0,), (7.0,))
+        model.restore(Kind.PREFILL, Samples([(5.0,)], [1.0], (6.0,), (7.0,)))
+    model.restore(Kind.PREFILL, Samples([(5.0,)], [1.0], (1.0,), (7.0,)))
 
 
 @pytest.mark.parametrize("wrong", [0.3, 3.0])

@@ -110,20 +110,17 @@ def capacity(model: PassModel, role: EngineRole, limits: EngineLimits, request: 
     batch = _candidates(_largest_batch(role, limits, request))
     if not len(batch):
         return None
-    found = _searched(model, role, limits, request, batch)
-    bound = model.options.cold_start_factor if model.is_cold else None
+
+    def best(model: PassModel) -> Capacity | None:
+        scan = _scan(model, role, limits, request, batch)
+        return None if scan is None else _select(request, scan)
+
+    found, bound = best(model), model.options.cold_start_factor if model.is_cold else None
     if found is not None and bound is not None:
-        base = _searched(model.uncorrected(), role, limits, request, batch)
+        base = best(model.uncorrected())
         if base is not None and not base.rps / bound <= found.rps <= base.rps * bound:
             return replace(base, held_back=True)
     return found
-
-
-def _searched(
-    model: PassModel, role: EngineRole, limits: EngineLimits, request: CapacityRequest, batch: F64
-) -> Capacity | None:
-    scan = _scan(model, role, limits, request, batch)
-    return None if scan is None else _select(request, scan)
 
 
 def _largest_batch(role: EngineRole, limits: EngineLimits, request: CapacityRequest) -> int:

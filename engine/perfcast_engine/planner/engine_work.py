@@ -23,13 +23,9 @@ class EngineRole(Enum):
     DECODE = (False, True)
     AGGREGATED = (True, True)
 
-    @property
-    def prefills(self) -> bool:
-        return self.value[0]
-
-    @property
-    def decodes(self) -> bool:
-        return self.value[1]
+    def __init__(self, prefills: bool, decodes: bool) -> None:
+        self.prefills = prefills
+        self.decodes = decodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from perfcast_engine.answer import F64
-from perfcast_engine.errors import InvalidField
+from perfcast_engine.errors import InvalidField, check_whole
+from perfcast_engine.planner.telemetry import MAX_COUNT
 from perfcast_engine.step import StepModel
 
 MAX_SAMPLES = 256  # per axis; wider ranges are sampled evenly
@@ -38,9 +39,7 @@ class LawBox:
         ):
             if not 1 <= getattr(self, low) <= getattr(self, high):
                 raise InvalidField(low, f"must lie in [1, {high}]", why="range")
-        for name in ("isl", "osl", "max_prompts"):
-            if getattr(self, name) < 1:
-                raise InvalidField(name, "must be at least 1", why="range")
+        check_whole(self, ("isl", "osl", "max_prompts"), 1, MAX_COUNT)
 
 
 @dataclass(frozen=True, slots=True)

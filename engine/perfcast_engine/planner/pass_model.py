@@ -7,7 +7,6 @@ the same state.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import EngineError, InvalidField, check_whole
 from perfcast_engine.planner.fit import Fit, fit
-from perfcast_engine.planner.samples import Features, SampleStore
+from perfcast_engine.planner.samples import Samples, SampleStore
 from perfcast_engine.planner.telemetry import KINDS, Iterations, Kind
 from perfcast_engine.step import StepModel
 
@@ -100,20 +99,13 @@ class PassModel:
 
     def copy(self) -> PassModel:
         """A model that learns on its own from here on."""
-        return replace(self, stores={kind: store.copy() for kind, store in self.stores.items()})
+        return replace(self, stores={kind: store.restored(store.told()) for kind, store in self.stores.items()})
 
-    def restore(
-        self,
-        kind: Kind,
-        features: Sequence[Features],
-        values: Sequence[float],
-        lower_seen: Features | None,
-        upper_seen: Features | None,
-    ) -> None:
+    def restore(self, kind: Kind, told: Samples) -> None:
         """Take over what the store of ``kind`` of another such model holds; InvalidField where it could not."""
-        if self.steps is not None and not np.array_equal(self._bounded(np.array(values)), values):
+        if self.steps is not None and not np.array_equal(self._bounded(np.array(told.values)), told.values):
             raise InvalidField("samples", "holds correction factors beyond the bounds of the options", why="state")
-        self.stores[kind] = self.stores[kind].restored(features, values, lower_seen, upper_seen)
+        self.stores[kind] = self.stores[kind].restored(told)
         self._fits.clear()
 
     def uncorrected(self) -> PassModel:

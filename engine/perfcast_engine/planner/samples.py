@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,15 @@ from perfcast_engine.answer import F64, Mask
 from perfcast_engine.errors import InvalidField
 
 Features = tuple[float, ...]
+
+
+class Samples(NamedTuple):
+    """What a store holds, and the bounds of all that it ever saw where its buckets follow them."""
+
+    features: Sequence[Features]
+    values: Sequence[float]
+    lower_seen: Features | None = None
+    upper_seen: Features | None = None
 
 
 @dataclass(slots=True)
@@ -79,36 +89,26 @@ class SampleStore:
             self._medians = found
         return self._medians
 
-    def restored(
-        self,
-        features: Sequence[Features],
-        values: Sequence[float],
-        lower_seen: Features | None,
-        upper_seen: Features | None,
-    ) -> SampleStore:
-        """A store of this shape that holds what another told of itself, and learns on its own; InvalidField where that
-        cannot be."""
+    def told(self) -> Samples:
+        return Samples(tuple(self.features), tuple(self.values), self.lower_seen, self.upper_seen)
+
+    def restored(self, told: Samples) -> SampleStore:
+        """A store of this shape that holds ``told`` and learns on its own; InvalidField where that cannot be."""
+        features, values, lower, upper = told
         if len(values) > self.capacity or len(values) != len(features):
             raise InvalidField("samples", f"need at most {self.capacity} values, each with its features", why="state")
-        points, told = np.array(features, np.float64).reshape(-1, self.axes), (lower_seen, upper_seen)
-        if told.count(None) != (0 if self.upper is None and values else 2):
+        if (lower, upper).count(None) != (0 if self.upper is None and values else 2):
             raise InvalidField("samples", "must tell the bounds seen where, and only where, data set them", why="state")
+        points = np.array(features, np.float64).reshape(-1, self.axes)
         inside = self.holds(points)
-        if lower_seen is not None:
-            inside &= np.all((points >= np.array(lower_seen)) & (points <= np.array(upper_seen)), axis=1)
+        if lower is not None:
+            inside &= np.all((points >= np.array(lower)) & (points <= np.array(upper)), axis=1)
         if not (inside.all() and np.isfinite(values).all() and np.greater(values, 0).all()):
             raise InvalidField("samples", "holds values that are not positive or lie out of bounds", why="state")
-        other = replace(
-            self, features=list(features), values=list(values), lower_seen=lower_seen, upper_seen=upper_seen,
-            _buckets=[], _medians=None,
-        )  # fmt: skip
-        if values:
-            other._buckets = other.buckets_of(points).tolist()
+        other = replace(self, features=list(features), values=list(values), lower_seen=lower, upper_seen=upper)
+        other._buckets = other.buckets_of(points).tolist() if values else []
+        other._medians = None
         return other
-
-    def copy(self) -> SampleStore:
-        """One that learns on its own."""
-        return self.restored(self.features, self.values, self.lower_seen, self.upper_seen)
 
     def _widened(self, features: Features) -> bool:
         if self.upper is not None:
