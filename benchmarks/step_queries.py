@@ -1,8 +1,9 @@
 """Step queries over loopback, beside a bare gRPC echo of the same message sizes in the same rounds.
 
-    python -m benchmarks.step_queries [--rounds N] [--calls N] [--json]
+    python -m benchmarks.step_queries [--rounds N] [--calls N] [--echo asyncio|uvloop|threads] [--json]
 
-Every round runs every arm once, in turn; a ratio is taken within a round, and the median over rounds is reported.
+Every round runs every arm once, in turn; a ratio is taken within a round, and the median over rounds is reported: of
+the median and the 99th percentile of a call, and of the time a call takes where many are under way (1 / throughput).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import queue
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,7 @@ CONFIG = EngineConfig(model=MODEL, system=SYSTEM, backend=BACKEND, tp=TP)
 CALLERS = 32
 BATCH_POINTS = 10_000
 STREAMED_ANSWER_BYTES = 12
+MOST_P99 = 1.5
 PREDICT_STEP = calls.PREDICTION + "PredictStep"
 PREDICT_STEPS = calls.PREDICTION + "PredictSteps"
 Seconds = list[float]
@@ -38,11 +41,14 @@ Seconds = list[float]
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing that is timed: ``run(n)`` gives the seconds of n calls; ``beside`` names the arm to compare with."""
+    """One thing that is timed: ``run(n)`` gives the seconds of n calls; ``beside`` names the arm to compare with, and
+    ``most`` how many times as long as that its median call may take, or a call of its throughput if ``crowd``."""
 
     name: str
     run: Callable[[int], Seconds]
     beside: str | None = None
+    most: float = 0.0
+    crowd: bool = False
 
 
 def timed(call: Callable[[Any], Any], arguments: Sequence[Any]) -> Seconds:
@@ -106,23 +112,25 @@ def loopback(address: str, echo_address: str, shapes: Shapes, stack: ExitStack) 
     def crowd(where: str, method: str, requests: Callable[[int], list[bytes]]) -> Callable[[int], Seconds]:
         return lambda n: concurrent(where, method, requests(n))
 
+    def talk(n: int) -> Seconds:
+        return in_turn(channel, calls.STREAM_STEPS, stream_messages(engine.handle, shapes.decode(n)))
+
     echo_large, echo_crowd = f"echo of {BATCH_POINTS:,} points", f"echo, {CALLERS} callers"
+    kept_crowd, new_crowd = (f"PredictStep, {what}, {CALLERS} callers" for what in ("kept answer", "new step"))
     return [
         Arm("echo", lambda n: timed(unary, [alike] * n)),
-        Arm("PredictStep, kept answer", lambda n: timed(step, [known] * n), "echo"),
-        Arm("PredictStep, new step", lambda n: timed(step, new(n)), "echo"),
+        Arm("PredictStep, kept answer", lambda n: timed(step, [known] * n), "echo", 1.15),
+        Arm("PredictStep, new step", lambda n: timed(step, new(n)), "echo", 1.40),
         Arm("Client.predict, new step", by_client, "echo"),
         Arm(echo_large, lambda n: timed(unary, [alike_large] * max(1, n // 100))),
         Arm(f"PredictSteps, {BATCH_POINTS:,} points", lambda n: timed(steps, large(n)), echo_large),
-        Arm("echo stream", lambda n: streamed(bare, echo.STREAM, [alike_streamed] * n)),
-        Arm("StreamSteps, new steps", sent, "echo stream"),
-        Arm(echo_crowd, crowd(echo_address, echo.UNARY, lambda n: [alike] * n)),
-        Arm(
-            f"PredictStep, kept answer, {CALLERS} callers",
-            crowd(address, PREDICT_STEP, lambda n: [known] * n),
-            echo_crowd,
-        ),
-        Arm(f"PredictStep, new step, {CALLERS} callers", crowd(address, PREDICT_STEP, new), echo_crowd),
+        Arm("echo stream, in turn", lambda n: in_turn(bare, echo.STREAM, [alike_streamed] * n)),
+        Arm("StreamSteps, in turn", talk, "echo stream, in turn", 1 / 0.8),
+        Arm("echo stream, all sent", lambda n: streamed(bare, echo.STREAM, [alike_streamed] * n)),
+        Arm("StreamSteps, all sent", sent, "echo stream, all sent", 1 / 0.8),
+        Arm(echo_crowd, crowd(echo_address, echo.UNARY, lambda n: [alike] * n), crowd=True),
+        Arm(kept_crowd, crowd(address, PREDICT_STEP, lambda n: [known] * n), echo_crowd, 1 / 0.85, crowd=True),
+        Arm(new_crowd, crowd(address, PREDICT_STEP, new), echo_crowd, 1 / 0.85, crowd=True),
     ]
 
 
@@ -149,23 +157,38 @@ def streamed(channel: grpc.Channel, method: str, messages: list[bytes]) -> Secon
     return [(time.perf_counter() - began) / answers]
 
 
-def concurrent(address: str, method: str, requests: list[bytes]) -> Seconds:
-    """All requests by CALLERS callers at once; the time of one over all of them (1 / throughput)."""
+def in_turn(channel: grpc.Channel, method: str, messages: list[bytes]) -> Seconds:
+    """Each message after the answer to the one before it, as a simulator asks."""
+    outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    answers = channel.stream_stream(method)(iter(outbox.get, None))
 
-    async def run() -> float:
+    def ask(message: bytes) -> None:
+        outbox.put(message)
+        next(answers)
+
+    seconds = timed(ask, messages)
+    outbox.put(None)
+    return seconds
+
+
+def concurrent(address: str, method: str, requests: list[bytes]) -> Seconds:
+    """All requests by CALLERS callers at once."""
+
+    async def run() -> Seconds:
         async with grpc.aio.insecure_channel(address) as channel:
-            call, waiting = channel.unary_unary(method), iter(requests)
+            call, waiting, seconds = channel.unary_unary(method), iter(requests), []
             await call(requests[0])
 
             async def caller() -> None:
                 for request in waiting:
+                    began = time.perf_counter()
                     await call(request)
+                    seconds.append(time.perf_counter() - began)
 
-            began = time.perf_counter()
             await asyncio.gather(*(caller() for _ in range(CALLERS)))
-            return time.perf_counter() - began
+            return seconds
 
-    return [asyncio.run(run()) / len(requests)]
+    return asyncio.run(run())
 
 
 def measure(arms: list[Arm], rounds: int, number: int) -> list[dict[str, Any]]:
@@ -175,41 +198,47 @@ def measure(arms: list[Arm], rounds: int, number: int) -> list[dict[str, Any]]:
     for _ in range(rounds):
         for arm in arms:
             seconds = sorted(arm.run(number))
-            rows[arm.name].append((statistics.median(seconds), seconds[int(len(seconds) * 0.99)]))
+            # CALLERS calls are under way all the time, so that the mean of a call over them is 1 / throughput
+            usual = statistics.fmean(seconds) / CALLERS if arm.crowd else statistics.median(seconds)
+            rows[arm.name].append((usual, seconds[int(len(seconds) * 0.99)]))
     found = []
     for arm in arms:
-        p50, p99 = (statistics.median(column) for column in zip(*rows[arm.name], strict=True))
-        entry: dict[str, Any] = {"arm": arm.name, "p50_us": p50 * 1e6, "p99_us": p99 * 1e6}
+        usual, p99 = (statistics.median(column) for column in zip(*rows[arm.name], strict=True))
+        entry: dict[str, Any] = {"arm": arm.name, "us": usual * 1e6, "p99_us": p99 * 1e6}
         if arm.beside is not None:
             pairs = list(zip(rows[arm.name], rows[arm.beside], strict=True))
             entry["beside"] = arm.beside
-            entry["p50_ratio"], entry["p99_ratio"] = (
+            entry["ratio"], entry["p99_ratio"] = (
                 statistics.median(own[i] / other[i] for own, other in pairs) for i in (0, 1)
             )
+            if arm.most:
+                entry["most"] = arm.most
         found.append(entry)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_queries", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=1000, help="calls of an arm in one round")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--calls", type=int, default=400, help="calls of an arm in one round")
+    parser.add_argument("--echo", choices=echo.KINDS, default=echo.KINDS[0], help="what the bare server runs on")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    shapes = Shapes()
     with ExitStack() as stack:
         address = stack.enter_context(server("perfcast_cli", "serve", "--port", "0", "--metrics-port", "-1"))
-        echo_address = stack.enter_context(server("benchmarks.echo"))
-        found = measure(loopback(address, echo_address, shapes, stack), options.rounds, options.calls)
+        echo_address = stack.enter_context(server("benchmarks.echo", options.echo))
+        found = measure(loopback(address, echo_address, Shapes(), stack), options.rounds, options.calls)
     if options.json:
         print(json.dumps(found, indent=2))
         return
-    print(f"{'':<46}{'p50 us':>10}{'p99 us':>10}{'p50 x':>8}{'p99 x':>8}  beside")
+    print(f"{'':<42}{'us':>9}{'p99 us':>9}{'x':>7}{'at most':>9}{'p99 x':>7}  beside")
     for entry in found:
-        line = f"{entry['arm']:<46}{entry['p50_us']:>10.2f}{entry['p99_us']:>10.2f}"
+        line = f"{entry['arm']:<42}{entry['us']:>9.1f}{entry['p99_us']:>9.1f}"
         if "beside" in entry:
-            line += f"{entry['p50_ratio']:>8.2f}{entry['p99_ratio']:>8.2f}  {entry['beside']}"
+            most = f"{entry['most']:.2f}" if "most" in entry else ""
+            line += f"{entry['ratio']:>7.2f}{most:>9}{entry['p99_ratio']:>7.2f}  {entry['beside']}"
         print(line)
+    print(f"p99 x: at most {MOST_P99}")
 
 
 if __name__ == "__main__":
