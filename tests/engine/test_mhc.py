@@ -3,7 +3,7 @@
 import pytest
 from perfcast_engine.answer import Points, Source, Tier
 from perfcast_engine.errors import EmpiricalBasisMissing, InvalidField, PerfDataMissing
-from perfcast_engine.ops.mhc import Mhc
+from perfcast_engine.ops.dsv4 import Mhc
 from perfcast_engine.tables.database import Mode
 
 from tests.engine.handmade import database, table

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from perfcast_engine.answer import Points, Source, Tier
 from perfcast_engine.errors import EmpiricalBasisMissing, PerfDataMissing
-from perfcast_engine.ops.dsa import DsaContext
-from perfcast_engine.ops.msa import MsaContext, MsaGeneration
+from perfcast_engine.ops.dsa import DsaContext, MsaContext, MsaGeneration
 from perfcast_engine.tables.database import Mode
 
 from tests.engine.handmade import database, table

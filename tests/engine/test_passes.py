@@ -9,9 +9,9 @@ import pyarrow.parquet as parquet
 import pytest
 from perfcast_engine.answer import Points, Source
 from perfcast_engine.errors import DataCorrupt, InvalidField, PerfDataMissing
+from perfcast_engine.ops.dsv4 import Mhc
 from perfcast_engine.ops.fpm_table import FpmForward
 from perfcast_engine.ops.memory_bound import Elementwise
-from perfcast_engine.ops.mhc import Mhc
 from perfcast_engine.tables.passes import PassTable
 from perfcast_engine.whole_pass import WholePass
 from perfcast_systems.passes import HEADER, IDENTITY, SIDECAR, TABLE, PassTableError, read_passes

@@ -16,12 +16,11 @@ from perfcast_engine.ops.attention import ContextAttention, EncoderAttention, Ge
 from perfcast_engine.ops.base import Op
 from perfcast_engine.ops.collective import P2P, AllReduce, Nccl
 from perfcast_engine.ops.composite import Fallback, Overlap
-from perfcast_engine.ops.dsa import DsaContext, DsaGeneration
-from perfcast_engine.ops.dsv4 import Dsv4Context, Dsv4Generation
+from perfcast_engine.ops.dsa import DsaContext, DsaGeneration, MsaContext, MsaGeneration
+from perfcast_engine.ops.dsv4 import Dsv4Context, Dsv4Generation, Mhc
 from perfcast_engine.ops.gemm import Gemm
 from perfcast_engine.ops.large_ep import MegaMoe, MoeExperts
 from perfcast_engine.ops.memory_bound import Elementwise, Embedding
-from perfcast_engine.ops.mhc import Mhc
 from perfcast_engine.ops.mla import (
     ContextMla,
     ContextMlaModule,
@@ -33,7 +32,6 @@ from perfcast_engine.ops.mla import (
 )
 from perfcast_engine.ops.moe import Moe
 from perfcast_engine.ops.moe_dispatch import MoeDispatch
-from perfcast_engine.ops.msa import MsaContext, MsaGeneration
 from perfcast_engine.ops.state_space import Gdn, Kda, Mamba2
 
 NAME = 'tag + prefix + f"{}"'

@@ -9,7 +9,7 @@ import numpy as np
 
 from perfcast_engine.answer import F64, Answer, Mask, Points, Source, total
 from perfcast_engine.errors import EngineError, PerfDataMissing
-from perfcast_engine.interp.passes import PassSurface
+from perfcast_engine.interp.sites import PassSurface
 from perfcast_engine.ops.attention import ContextAttention, GenerationAttention
 from perfcast_engine.ops.base import Op, Reads, Role
 from perfcast_engine.ops.collective import P2P, AllReduce, Nccl

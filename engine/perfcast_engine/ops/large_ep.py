@@ -11,9 +11,8 @@ from perfcast_engine import data
 from perfcast_engine.answer import Answer, Points, or_else
 from perfcast_engine.errors import InvalidField, PerfDataMissing, UnsupportedCombination
 from perfcast_engine.ops.all_to_all import CONTEXT, GENERATION, PHASES
-from perfcast_engine.ops.experts import ANY_DISTRIBUTION, Experts, token_curve
 from perfcast_engine.ops.measured import Slice, measured_only
-from perfcast_engine.ops.moe import Moe
+from perfcast_engine.ops.moe import ANY_DISTRIBUTION, Experts, Moe, token_curve
 from perfcast_engine.quant import MOE
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
