@@ -81,7 +81,7 @@ def record(config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None, id: st
     mtp = body.integer("num_nextn_predict_layers", default=0)
     if mtp:
         out["mtp_layers"] = mtp
-    out["moe"] = _moe(body, arch["family"], out["layers"], x)
+    out["moe"] = _moe(body)
     out |= quant_facts(top, body, Reader(hf_quant or {}, "hf_quant_config.json"), arch["family"])
     out["x"] = {name: value for name, value in x.items() if value not in (0, "", False, None, [])}
     return out
@@ -109,32 +109,10 @@ def _common(body: Reader, per_block: bool) -> dict[str, Any]:
     }
 
 
-def _moe(body: Reader, family: str, layers: int, x: Mapping[str, Any]) -> dict[str, int]:
-    topk = body.integer("num_experts_per_tok", "top_k_experts", "moe_top_k", default=0)
+def _moe(body: Reader) -> dict[str, int]:
+    topk = body.integer("num_experts_per_tok", "top_k_experts", "moe_top_k", "num_experts_per_token", default=0)
     experts = body.integer(
         "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts", default=0, falsy=False
     )
     inter = body.integer("moe_intermediate_size", "intermediate_size", default=0, falsy=False)
-    shared = body.integer("n_shared_experts", "num_shared_experts", default=-1)
-    if shared < 0:
-        width = body.integer(
-            "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=0, falsy=False
-        )
-        shared = max(1, width // inter) if width and inter else 0
-    moe_layers = _moe_layers(body, family, layers, x) if experts and topk else 0
-    if family == "KIMIK3":
-        topk = topk or body.integer("num_experts_per_token", default=0)
-    if not experts:
-        return {}
-    return {"topk": topk, "experts": experts, "inter": inter, "shared": shared, "moe_layers": moe_layers}
-
-
-def _moe_layers(body: Reader, family: str, layers: int, x: Mapping[str, Any]) -> int:
-    if family == "NEMOTRONH":
-        return str(x["hybrid_override_pattern"]).count("E")
-    if family in ("HYBRIDMOE", "STEP3P7"):
-        return sum(n for letters, n in x["layer_runs"] if "m" in letters)
-    if isinstance(body.get("moe_layer_freq"), list):
-        return sum(map(bool, body.items("moe_layer_freq")))
-    first, every = body.integer("first_k_dense_replace", default=0), body.integer("moe_layer_freq", default=1)
-    return max(0, layers - first) if every <= 1 else sum(i % every == 0 for i in range(first, layers))
+    return {"topk": topk, "experts": experts, "inter": inter} if experts else {}

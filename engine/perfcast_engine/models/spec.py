@@ -12,13 +12,11 @@ from perfcast_engine.errors import DataCorrupt
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """Routed experts; all zero for a dense model. ``shared`` counts shared experts of width ``inter``."""
+    """Routed experts of width ``inter``; all zero for a dense model."""
 
     topk: int = 0
     experts: int = 0
     inter: int = 0
-    shared: int = 0
-    moe_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,7 @@ def from_record(record: Mapping[str, Any]) -> ModelSpec:
         own = ("quant", "keep_bf16", "split", "quant_block_n", "moe", "x", "not_listed")
         return ModelSpec(
             **{name: value for name, value in record.items() if name not in own},
-            moe=MoeShape(**record.get("moe", {})),
+            moe=MoeShape(**{name: n for name, n in record.get("moe", {}).items() if name in MoeShape.__slots__}),
             listed=not record.get("not_listed", False),
             quant=quant,
             x=_extra(record.get("x", {})),

@@ -125,7 +125,9 @@ class Catalog:
 
     def slots(self, system: str, backend: str) -> dict[str, str]:
         """Slot name -> version, of ``current``, ``next`` and ``previous`` as far as they exist."""
-        self._check(system, backend)
+        self.system(system)
+        if backend not in BACKENDS:
+            raise UnknownName("backend", backend, BACKENDS, Reason.UNKNOWN_BACKEND)
         found: dict[str, str] = {}
         for info in self._of(system, backend):
             found.setdefault(info.slot, info.version)
@@ -165,25 +167,22 @@ class Catalog:
         """
         spec = self.system(system)
         literal = self.resolve_version(system, backend, version, allow_unlisted)
-        chosen = _mode(mode)
-        info = self._packs.get((system, backend, literal))
-        if info is None:
-            if chosen is not Mode.SOL and not self._of(system, backend):
-                raise PerfDataMissing(
-                    f"no measured tables for {backend} on {system}",
-                    system=system,
-                    backend=backend,
-                    version=literal,
-                    mode_that_works=Mode.SOL.value,
-                )
+        chosen, path = _mode(mode), self._path(system, backend, literal)
+        if path is None and chosen is not Mode.SOL and not self._of(system, backend):
+            raise PerfDataMissing(
+                f"no measured tables for {backend} on {system}",
+                system=system,
+                backend=backend,
+                version=literal,
+                mode_that_works=Mode.SOL.value,
+            )
+        if path is None:
             return Database(spec, backend, literal, NoTables(), chosen, policy)
-        if info.problem is not None:
-            raise info.problem.with_traceback(None)
         key = (system, backend, literal, chosen, policy)
         with self._lock:
             found = self._databases.pop(key, None)
             if found is None:
-                found = Database(spec, backend, literal, self._source(info.path), chosen, policy)
+                found = Database(spec, backend, literal, self._source(path), chosen, policy)
             self._databases[key] = found  # the one asked for last is the last to go
             while len(self._databases) > MAX_DATABASES:
                 del self._databases[next(iter(self._databases))]
@@ -192,12 +191,10 @@ class Catalog:
     def pack(self, system: str, backend: str, version: str = "current") -> Pack:
         """The pack itself, for provenance; PerfDataMissing when there is none."""
         literal = self.resolve_version(system, backend, version)
-        info = self._packs.get((system, backend, literal))
-        if info is None:
+        path = self._path(system, backend, literal)
+        if path is None:
             raise PerfDataMissing(f"no measured tables for {backend} {literal} on {system}", system=system)
-        if info.problem is not None:
-            raise info.problem.with_traceback(None)
-        return self._opened(info.path)
+        return self._opened(path)
 
     def ls(self) -> list[PackInfo]:
         """All packs, by system, backend and version."""
@@ -215,21 +212,21 @@ class Catalog:
         """Read and check everything but the packs ``known`` to be good: the problems found, none when all is well."""
         problems: list[EngineError] = [spec for spec in self._specs.values() if isinstance(spec, DataCorrupt)]
         for info in self.ls():
-            if info.problem is not None:
-                problems.append(info.problem)
-                continue
-            if info.path in known:
-                continue
             try:
-                self._opened(info.path).verify()
+                if info.problem is not None:
+                    problems.append(info.problem)
+                elif info.path not in known:
+                    self._opened(info.path).verify()
             except PackError as error:
                 problems.append(_corrupt(error))
         return problems
 
-    def _check(self, system: str, backend: str) -> None:
-        self.system(system)
-        if backend not in BACKENDS:
-            raise UnknownName("backend", backend, BACKENDS, Reason.UNKNOWN_BACKEND)
+    def _path(self, system: str, backend: str, literal: str) -> Path | None:
+        """The pack of a literal version; None where there is none, DataCorrupt where it cannot be used."""
+        info = self._packs.get((system, backend, literal))
+        if info is not None and info.problem is not None:
+            raise info.problem.with_traceback(None)
+        return None if info is None else info.path
 
     def _of(self, system: str, backend: str) -> list[PackInfo]:
         return [info for info in self._packs.values() if (info.system, info.backend) == (system, backend)]
