@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from functools import cache
+from operator import attrgetter
 from types import NoneType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
@@ -64,22 +65,25 @@ def _readers(cls: Any, descriptor: Any) -> tuple[tuple[str, Reader], ...]:
 def _reader(hint: Any, told: Any) -> Reader:
     """How a field of a message, given by its descriptor, is read as ``hint``."""
     name, kinds = told.name, get_args(hint) or (hint,)
-    optional = NoneType in kinds
-    inner: Any = next((kind for kind in kinds if hasattr(kind, "of")), None)
+    value, optional = attrgetter(name), NoneType in kinds
+    of: Any = next((kind.of for kind in kinds if hasattr(kind, "of")), None)
     if PerfcastError in kinds:
         return lambda m: error_of(m, name)
     if EngineConfig in kinds:
-        return lambda m: EngineConfig.from_message(getattr(m, name))
+        return lambda m: EngineConfig.from_message(value(m))
     if get_origin(hint) is tuple:
-        return lambda m: tuple(map(inner.of, getattr(m, name)) if inner else getattr(m, name))
+        return lambda m: tuple(map(of, value(m)) if of else value(m))
     if get_origin(hint) is Mapping:
         entries = told.message_type.GetOptions().map_entry
-        return lambda m: dict(getattr(m, name)) if entries else set_fields(getattr(m, name))
-    if inner is not None:
-        return lambda m: inner.of(getattr(m, name)) if not optional or m.HasField(name) else None
+        return lambda m: dict(value(m)) if entries else set_fields(value(m))
+    if optional:
+        return lambda m: (of(value(m)) if of else value(m)) if m.HasField(name) else None
+    if of is not None:
+        return lambda m: of(value(m))
     if told.enum_type is not None:
-        return lambda m: word(told.enum_type, getattr(m, name))
-    return lambda m: given(m, name) if optional else getattr(m, name)
+        words = _words(told.enum_type)
+        return lambda m: words.get(value(m)) or str(value(m))
+    return value
 
 
 def given(message: Any, name: str) -> Any:
@@ -98,12 +102,7 @@ def error_of(message: Any, name: str = "error") -> PerfcastError | None:
     return None if told is None else from_detail(told.reason, told.message, told.metadata)
 
 
-def word(enum: Any, number: int) -> str:
-    """The lower-case word of a value of an enum, given by its descriptor, e.g. "silicon"."""
-    return _words(enum).get(number, str(number))
-
-
-@cache
 def _words(enum: Any) -> Mapping[int, str]:
+    """The lower-case words of the values of an enum, e.g. "silicon"."""
     prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
     return {number: value.name.removeprefix(prefix).lower() for number, value in enum.values_by_number.items()}

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from perfcast.v1 import catalog_pb2, common_pb2, prediction_pb2
+from perfcast.v1 import catalog_pb2, prediction_pb2
 
-from perfcast_client.config import EngineConfig, enum_word
+from perfcast_client.config import EngineConfig
 from perfcast_client.errors import PerfcastError, from_detail
-from perfcast_client.reading import Result, word
+from perfcast_client.reading import Result
 
 F64 = NDArray[np.float64]
 SHARES = ("silicon_share", "empirical_share", "sol_share", "estimated_share", "mixed_share")
@@ -30,11 +30,6 @@ class EngineStamp(Result):
     profile: str
     data_version: str
 
-    @classmethod
-    def of(cls, m: common_pb2.EngineStamp) -> EngineStamp:
-        mode, profile = enum_word("database_mode", m.database_mode), enum_word("profile", m.profile)
-        return cls(m.handle, m.system, m.backend, m.version, mode, profile, m.data_version)
-
 
 @dataclass(frozen=True, slots=True)
 class Provenance(Result):
@@ -46,10 +41,6 @@ class Provenance(Result):
     estimated_share: float
     mixed_share: float
     tier: str
-
-    @classmethod
-    def of(cls, m: common_pb2.Provenance) -> Provenance:
-        return cls(**{name: getattr(m, name) for name in SHARES}, tier=word(common_pb2.Tier.DESCRIPTOR, m.tier))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +78,6 @@ class Prediction(Result):
     engine: EngineStamp
     provenance: Provenance
     operators: tuple[OperatorLatency, ...] = ()
-
-    @classmethod
-    def of(cls, m: prediction_pb2.PredictStepResponse) -> Prediction:
-        operators = tuple(map(OperatorLatency.of, m.operators))
-        return cls(m.latency_ms, EngineStamp.of(m.engine), Provenance.of(m.provenance), operators)
 
 
 @dataclass(frozen=True, slots=True)

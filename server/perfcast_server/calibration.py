@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from google.protobuf.message import Message
@@ -111,7 +112,6 @@ class Calibration:
         version, model = await self._engines.off_loop(lambda: self._states.model((key, request.state_name), steps))
         if not version:
             raise unknown(request.state_name)
-        told = model.diagnostics()
         factors = model.correction_factors()
         summary: dict[str, float] = {}
         if factors:
@@ -119,10 +119,7 @@ class Calibration:
         return calibration_pb2.DiagnoseResponse(
             engine=ready.stamp if ready else None,
             state_version=version,
-            source=told.source,
-            readiness=told.readiness,
-            retained_observations=told.retained_observations,
-            correction_ready_buckets=told.correction_ready_buckets,
+            **asdict(model.diagnostics()),
             kinds=[_diagnosis(model, kind) for kind in Kind],
             options=learned.options_message(model.options),
             **{f"{name}_correction_factor": value for name, value in summary.items()},
