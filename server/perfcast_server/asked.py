@@ -14,8 +14,7 @@ from perfcast_engine.search.match import Replica
 from perfcast_engine.search.space import Space
 from perfcast_engine.serving.afd import Topology
 from perfcast_engine.serving.disaggregated import USUAL_MATCHING, Matching
-from perfcast_engine.serving.estimate import EngineLimits
-from perfcast_engine.serving.workload import Images, KvTransfer, Targets, Workload
+from perfcast_engine.serving.workload import EngineLimits, Images, KvTransfer, Targets, Workload
 
 from perfcast_server.errors import ServiceError, invalid
 from perfcast_server.settings import Settings
@@ -118,7 +117,7 @@ def check_length(load: Workload, stride: int, settings: Settings) -> None:
         )
 
 
-def limits(message: serving_pb2.EngineLimits, accepted: float = 0.0) -> EngineLimits:
+def limits(message: serving_pb2.EngineLimits, accepted: float) -> EngineLimits:
     return EngineLimits(
         accepted=accepted,
         memory_fraction=message.memory_fraction if message.HasField("memory_fraction") else None,

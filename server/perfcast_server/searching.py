@@ -88,7 +88,6 @@ def task_of(request: search_pb2.SearchRequest, settings: Settings) -> SearchTask
     count(request.max_rows, "max_rows", 0)
     if not 0 <= request.objective < len(OBJECTIVES):
         raise invalid("objective", f"has the unknown value {request.objective}")
-    limits = asked.limits(request.limits)
     task = SearchTask(
         engine=engine,
         load=asked.workload(request.workload),
@@ -100,10 +99,8 @@ def task_of(request: search_pb2.SearchRequest, settings: Settings) -> SearchTask
         space=asked.space(request.space, "space"),
         prefill_space=asked.space(request.prefill_space, "prefill_space"),
         decode_space=asked.space(request.decode_space, "decode_space"),
-        accepted=request.nextn_accepted,
+        limits=asked.limits(request.limits, request.nextn_accepted),
         chunked_prefill=request.chunked_prefill,
-        memory_fraction=limits.memory_fraction,
-        max_seq_len=limits.max_seq_len,
         prefill_max_batch=request.prefill_max_batch_per_rank or 1,
         decode_max_batch=request.decode_max_batch_per_rank or 512,
         replica=asked.replica(request.replica),

@@ -17,7 +17,6 @@ from perfcast_engine.serving.afd import MATCHING
 from perfcast_engine.serving.aggregated import aggregated_memory
 from perfcast_engine.serving.disaggregated import USUAL_MATCHING
 from perfcast_engine.serving.estimate import (
-    EngineLimits,
     Estimate,
     Fit,
     Pool,
@@ -28,7 +27,7 @@ from perfcast_engine.serving.estimate import (
 )
 from perfcast_engine.serving.static import Phases
 from perfcast_engine.serving.worker import Worker
-from perfcast_engine.serving.workload import Workload
+from perfcast_engine.serving.workload import EngineLimits, Workload
 from perfcast_engine.step_result import StepResult
 
 from perfcast_server import asked, deployments, wire

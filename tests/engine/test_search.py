@@ -21,7 +21,7 @@ from perfcast_engine.search.task import SearchTask, Status
 from perfcast_engine.serving.aggregated import aggregated
 from perfcast_engine.serving.disaggregated import Matching, paired, with_transfer
 from perfcast_engine.serving.static import Phases, static
-from perfcast_engine.serving.workload import KvTransfer, Targets, Workload
+from perfcast_engine.serving.workload import EngineLimits, KvTransfer, Targets, Workload
 
 from tests.engine.toy import ToyShop
 
@@ -187,10 +187,17 @@ def test_request_latency_replaces_the_targets():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"top": 0}, {"modes": ("both",)}, {"accepted": 1.0}, {"total_gpus": 0}, {"decode_max_batch": 0}]
+    "fields",
+    [
+        {"top": 0},
+        {"modes": ("both",)},
+        {"limits": EngineLimits(accepted=1.0)},
+        {"total_gpus": 0},
+        {"decode_max_batch": 0},
+    ],
 )
 def test_bad_tasks_are_refused(fields):
-    with pytest.raises(InvalidField, match=next(iter(fields)).replace("accepted", "nextn_accepted")):
+    with pytest.raises(InvalidField, match=next(iter(fields)).replace("limits", "nextn_accepted")):
         task(**fields)
 
 

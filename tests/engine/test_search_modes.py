@@ -8,7 +8,7 @@ from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
 from perfcast_engine.predictor import Predictor
 from perfcast_engine.search.afd import topologies
-from perfcast_engine.search.encode import EncodePool, best_cells, cells
+from perfcast_engine.search.encode import best_cells, cells
 from perfcast_engine.search.task import SearchTask
 from perfcast_engine.serving.afd import Topology, afd, place_of, prefill_ms, step_ms
 from perfcast_engine.serving.disaggregated import Matching
@@ -142,7 +142,7 @@ def test_encode_workers_are_chosen_for_throughput_within_the_ttft_limit():
     rows = Rows({name: np.array([float(value)]) for name, value in base.items()})
     names = ("batch", "encode_ms", "requests_per_s", "gpus", "memory_gib", "engine")
     encoders = np.array([[1, 50, 20, 2, 1, 0], [8, 200, 40, 2, 1, 0]], float).T
-    pool = EncodePool(Rows(dict(zip(names, encoders, strict=True))))
+    pool = Rows(dict(zip(names, encoders, strict=True)))
 
     def best(ttft=1000.0, budget=64.0):
         return best_cells(cells(rows, pool, Matching(encoder_degradation=1.0), 1.0, 1.0, budget), ttft)

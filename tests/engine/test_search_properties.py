@@ -11,8 +11,8 @@ from perfcast_engine.predictor import Predictor
 from perfcast_engine.search.pick import cluster_throughput
 from perfcast_engine.search.task import SearchTask
 from perfcast_engine.serving.aggregated import aggregated
-from perfcast_engine.serving.estimate import EngineLimits, Pool, estimate_aggregated, estimate_disaggregated
-from perfcast_engine.serving.workload import KvTransfer, Targets, Workload
+from perfcast_engine.serving.estimate import Pool, estimate_aggregated, estimate_disaggregated
+from perfcast_engine.serving.workload import EngineLimits, KvTransfer, Targets, Workload
 
 PREDICTOR = Predictor()
 DENSE = ("Qwen/Qwen3-32B-FP8", "Qwen/Qwen3-8B")

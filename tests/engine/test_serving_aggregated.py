@@ -10,7 +10,7 @@ from perfcast_engine.backends import BACKENDS
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.profiles import CORRECTED, REFERENCE
 from perfcast_engine.serving.aggregated import aggregated, schedule
-from perfcast_engine.serving.workload import Workload
+from perfcast_engine.serving.workload import EngineLimits, Workload
 
 from tests.engine.toy import worker
 
@@ -79,10 +79,14 @@ def test_littles_law_caps_vllm():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"batch": 0}, "batch"), ({"ctx_tokens": 0.5}, "ctx_tokens"), ({"accepted": 1.0}, "nextn_accepted")],
+    [
+        ({"batch": 0}, "batch"),
+        ({"ctx_tokens": 0.5}, "ctx_tokens"),
+        ({"limits": EngineLimits(accepted=1.0)}, "nextn_accepted"),
+    ],
 )
 def test_bad_points_are_refused(change, message):
-    arguments = {"batch": 4, "ctx_tokens": 512, "accepted": 0.0} | change
+    arguments = {"batch": 4, "ctx_tokens": 512} | change
     with pytest.raises(InvalidField, match=message):
         aggregated(worker(), Workload(512, 64), **arguments)
 

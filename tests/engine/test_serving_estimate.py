@@ -6,14 +6,13 @@ from perfcast_engine.errors import InvalidField, OutOfMemory, PerfDataMissing
 from perfcast_engine.serving.disaggregated import Matching, sent_bytes
 from perfcast_engine.serving.encoder import Encoder
 from perfcast_engine.serving.estimate import (
-    EngineLimits,
     Pool,
     estimate_aggregated,
     estimate_disaggregated,
     estimate_static,
 )
 from perfcast_engine.serving.static import Phases
-from perfcast_engine.serving.workload import Images, KvTransfer, Targets, Workload
+from perfcast_engine.serving.workload import EngineLimits, Images, KvTransfer, Targets, Workload
 
 from tests.engine.toy import KV_BYTES, LAYERS, Dense, worker
 

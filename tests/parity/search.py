@@ -14,7 +14,7 @@ from perfcast_engine.search.search import search
 from perfcast_engine.search.task import AGGREGATED, Experiment, SearchTask, Status
 from perfcast_engine.search.workshop import TableWorkshop
 from perfcast_engine.serving.worker import Worker
-from perfcast_engine.serving.workload import Targets, Workload
+from perfcast_engine.serving.workload import EngineLimits, Targets, Workload
 from perfcast_engine.tables.database import Mode
 
 from tests.parity import check
@@ -83,12 +83,14 @@ def evaluate(case: dict[str, Any]) -> dict[str, Any]:
         targets=Targets(given["ttft"], given["tpot"], given.get("request_latency")),
         total_gpus=given["total_gpus"],
         modes=(given["serving_mode"],),
-        accepted=given.get("nextn_accepted", 0.0),
+        limits=EngineLimits(
+            accepted=given.get("nextn_accepted", 0.0),
+            memory_fraction=given.get("free_gpu_memory_fraction"),
+            max_seq_len=given.get("max_seq_len"),
+        ),
         chunked_prefill=given.get("enable_chunked_prefill", False),
         autoscale=given.get("autoscale", False),
         strict_sla=given.get("strict_sla", False),
-        memory_fraction=given.get("free_gpu_memory_fraction"),
-        max_seq_len=given.get("max_seq_len"),
         match_load=load,
     )
     (found,) = search(task, TableWorkshop(*sources())).experiments

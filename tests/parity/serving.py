@@ -10,7 +10,6 @@ from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig,
 from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.resolve import resolve
 from perfcast_engine.serving.estimate import (
-    EngineLimits,
     Estimate,
     Pool,
     estimate_aggregated,
@@ -19,7 +18,7 @@ from perfcast_engine.serving.estimate import (
 )
 from perfcast_engine.serving.static import Phases
 from perfcast_engine.serving.worker import Worker, worker_of
-from perfcast_engine.serving.workload import Workload
+from perfcast_engine.serving.workload import EngineLimits, Workload
 from perfcast_engine.step import MixedWork
 from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import Mode

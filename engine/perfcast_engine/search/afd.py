@@ -63,6 +63,6 @@ def candidates(task: SearchTask, config: EngineConfig, shop: Workshop) -> Iterat
         except EngineError as error:
             yield error
             continue
-        out, over = attention.memory.verdict(own, attention.memory.kv_fraction(task.memory_fraction))
+        out, over = attention.memory.verdict(own, attention.memory.kv_fraction(task.limits.memory_fraction))
         fits = ~(out | over | (other.total >= ffn.memory.capacity))
         yield attention, rows.take(fits)

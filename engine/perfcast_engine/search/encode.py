@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,15 +17,9 @@ BATCHES = np.array([1.0, 2.0, 4.0, 8.0])
 WIDTHS = (1, 2, 4, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class EncodePool:
-    """Encode workers to choose from: batch, encode_ms, requests_per_s, gpus, memory_gib, engine (N,)."""
-
-    rows: Rows
-
-
-def encode_pool(workers: Sequence[Worker], load: Workload) -> EncodePool | None:
-    """What each worker's vision tower does by itself, over batches; None where none fits its GPU."""
+def encode_pool(workers: Sequence[Worker], load: Workload) -> Rows:
+    """Encode workers to choose from: what each vision tower does by itself, over batches, where it fits the GPU.
+    Columns batch, encode_ms, requests_per_s, gpus, memory_gib, engine (N,)."""
     parts = []
     for index, worker in enumerate(workers):
         encoder, memory = worker.encoder, worker.memory
@@ -50,17 +43,16 @@ def encode_pool(workers: Sequence[Worker], load: Workload) -> EncodePool | None:
             }
         )
         parts.append(rows.take(faster & (held_bytes < memory.capacity)))
-    rows = concatenated(parts)
-    return EncodePool(rows) if len(rows) else None
+    return concatenated(parts)
 
 
-def cells(rows: Rows, pool: EncodePool, matching: Matching, waiting: float, degradation: float, budget: float) -> Rows:
+def cells(rows: Rows, pool: Rows, matching: Matching, waiting: float, degradation: float, budget: float) -> Rows:
     """1..32 engines of each row behind encode workers of each kind, as few as sustain them, as candidates: TTFT, rate
     and GPUs are those of the cell. ``waiting`` multiplies the time to encode, ``degradation`` what an engine sustains.
     Cells beyond the ``budget`` of GPUs are left out."""
-    axes = np.arange(len(rows)), np.arange(len(pool.rows)), np.arange(1.0, MAX_WORKERS + 1)
+    axes = np.arange(len(rows)), np.arange(len(pool)), np.arange(1.0, MAX_WORKERS + 1)
     row, kind, copies = (grid.ravel() for grid in np.meshgrid(*axes, indexing="ij"))
-    base, encode = rows.take(row), pool.rows.take(kind)
+    base, encode = rows.take(row), pool.take(kind)
     each = encode["requests_per_s"] * matching.encoder_degradation / degradation
     workers = np.clip(np.ceil(copies * base["requests_per_s"] / each), 1, MAX_WORKERS)
     rate = np.minimum(copies * base["requests_per_s"], workers * each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -178,10 +179,7 @@ def pick_for_load(rows: Rows, group: Index, targets: Targets, load: Load, top: i
         rows, group = _within(rows, group, load.max_gpus, profile)
     constraint = "tpot_ms" if targets.request_latency_ms is None else "request_latency_ms"
     keys = [constraint] if fallback else ["-" + SCORE] if capped else ["gpus_needed", "-tokens_per_s_per_gpu"]
-    order = rows.order(*keys, "gpus", "tpot_ms")
-    rows, group = rows.take(order), group[order]
-    first = np.sort(np.unique(group, return_index=True)[1])[:top]
-    rows = rows.take(first)
+    rows = _first(rows, group, (*keys, "gpus", "tpot_ms"), top)
     if not len(rows):
         return Pick(rows, 0.0, False)
     needed = float(rows["gpus_needed"][0])
@@ -201,10 +199,14 @@ def pick_by_objective(rows: Rows, group: Index, objective: Objective, total_gpus
     """The best rows by one objective whatever the targets, one per ``group``."""
     rows = rows.with_(**{SCORE: cluster_throughput(rows, total_gpus)})
     keys = ("-" + SCORE, "tpot_ms") if objective is Objective.THROUGHPUT else ("tpot_ms", "-" + SCORE)
-    order = rows.order(*keys, "gpus")
-    first = np.sort(np.unique(group[order], return_index=True)[1])[:top]
-    chosen = rows.take(order[first])
+    chosen = _first(rows, group, (*keys, "gpus"), top)
     return Pick(chosen, float(chosen[SCORE][0]) if len(chosen) else 0.0, True)
+
+
+def _first(rows: Rows, group: Index, keys: Sequence[str], top: int) -> Rows:
+    """The first ``top`` rows by ``keys``, one of each group."""
+    order = rows.order(*keys)
+    return rows.take(order[np.sort(np.unique(group[order], return_index=True)[1])[:top]])
 
 
 def _all_meet(rows: Rows, targets: Targets) -> bool:

@@ -15,7 +15,7 @@ from perfcast_engine.errors import EngineError, InvalidField, UnsupportedCombina
 from perfcast_engine.models.families import is_moe
 from perfcast_engine.profiles import CORRECTED, ROUNDED_ROWS, SCALED_BY_SWEPT_TARGET, Profile, profile_named
 from perfcast_engine.search import afd, grids, match
-from perfcast_engine.search.encode import WIDTHS, EncodePool, best_cells, cells, encode_pool
+from perfcast_engine.search.encode import WIDTHS, best_cells, cells, encode_pool
 from perfcast_engine.search.pick import (
     Pick,
     Violation,
@@ -45,7 +45,6 @@ from perfcast_engine.search.task import (
 from perfcast_engine.serving.afd import MATCHING
 from perfcast_engine.serving.aggregated import prompt_to_compute
 from perfcast_engine.serving.disaggregated import with_transfer
-from perfcast_engine.serving.estimate import EngineLimits
 from perfcast_engine.serving.rows import Rows, concatenated
 from perfcast_engine.serving.static import Phases
 from perfcast_engine.serving.worker import Worker
@@ -95,9 +94,6 @@ class _Run:
         self.sweeps: list[Sweep] = []
         self.asked_for = task.targets, task.load.osl
         self.pairs = grids.target_pairs(*self.asked_for, task.swept)
-        self.limits = EngineLimits(
-            accepted=task.accepted, memory_fraction=task.memory_fraction, max_seq_len=task.max_seq_len
-        )
 
     # --- sweeps ---
 
@@ -145,7 +141,7 @@ class _Run:
         def one(worker: Worker) -> Sweep:
             chunks = grids.chunk_sizes(prompt_to_compute(worker, task.load), task.chunked_prefill)
             batches = grids.up_to(grids.AGGREGATED_BATCHES, grids.MAX_BATCH)
-            return sweep_aggregated(worker, task.load, batches, chunks, self.limits, self.pairs)
+            return sweep_aggregated(worker, task.load, batches, chunks, task.limits, self.pairs)
 
         rows = self.sweep(AGGREGATED, task.engine, task.space, one, True)
         if not len(rows):
@@ -203,7 +199,7 @@ class _Run:
         task = self.task
 
         def one(worker: Worker) -> Sweep:
-            swept = sweep_role(worker, task.load, np.arange(1.0, most + 1), Phases.PREFILL, self.limits)
+            swept = sweep_role(worker, task.load, np.arange(1.0, most + 1), Phases.PREFILL, task.limits)
             if swept.rows is None:
                 return swept
             factor = task.matching.ttft_factor
@@ -216,7 +212,7 @@ class _Run:
         batches = grids.up_to(grids.DECODE_BATCHES, task.decode_max_batch)
 
         def one(worker: Worker) -> Sweep:
-            return sweep_role(worker, task.load, batches, Phases.DECODE, self.limits)
+            return sweep_role(worker, task.load, batches, Phases.DECODE, task.limits)
 
         return self.sweep(DECODE, task.decode_engine or task.engine, task.decode_space, one, False)
 
@@ -254,7 +250,7 @@ class _Run:
     # --- encoders ---
 
     @cached_property
-    def encoders(self) -> EncodePool | None:
+    def encoders(self) -> Rows | None:
         """Encode workers, where images are encoded by workers of their own."""
         if not self.task.encode_pool:
             return None
@@ -262,7 +258,7 @@ class _Run:
         widths = [ParallelConfig(tp=tp, moe_tp=1, moe_ep=tp if moe else 1) for tp in WIDTHS]
         built = self.shop.workers(replace(self.task.engine, encoder_dp=False, language_only=False), widths)
         pool = encode_pool([worker for worker in built if isinstance(worker, Worker)], self.task.load)
-        if pool is None:
+        if not len(pool):
             raise UnsupportedCombination("encode_pool", "no encode worker of this model fits the GPU")
         return pool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +13,11 @@ from perfcast_engine.memory import Footprint
 from perfcast_engine.profiles import FIXED_KV_FRACTION, LATENCY_CORRECTIONS, ROUNDED_ROWS
 from perfcast_engine.search.grids import Pair
 from perfcast_engine.serving.aggregated import aggregated, aggregated_memory, prompt_to_compute
-from perfcast_engine.serving.estimate import EngineLimits, side_rows
+from perfcast_engine.serving.estimate import side_rows
 from perfcast_engine.serving.rows import DECIMALS, Rows, descending
 from perfcast_engine.serving.static import Phases, static, static_memory
-from perfcast_engine.serving.worker import Worker
-from perfcast_engine.serving.workload import Workload
+from perfcast_engine.serving.worker import Served, Worker
+from perfcast_engine.serving.workload import EngineLimits, Workload
 
 KEPT_PER_TARGET = 10
 
@@ -39,30 +39,57 @@ def sweep_aggregated(
     worker: Worker, load: Workload, batches: F64, chunks: F64, limits: EngineLimits, pairs: Sequence[Pair]
 ) -> Sweep:
     """In-flight batching over batches x chunks; in the reference only the best rows under each target of ``pairs``."""
-    prompts = np.ceil(chunks / prompt_to_compute(worker, load))
+    profile, prompt = worker.profile, prompt_to_compute(worker, load)
     batch, ctx = (grid.ravel() for grid in np.meshgrid(batches, chunks, indexing="ij"))
-    asked = (batches[:, None] - prompts >= np.where(batches > 1, 1, 0)[:, None]).ravel()
+    asked = batch - np.ceil(ctx / prompt) >= np.where(batch > 1, 1, 0)
     if limits.accepted == 0:
-        asked &= _distinct_schedules(asked, batch, ctx, prompt_to_compute(worker, load), load.osl)
-    memory = aggregated_memory(
-        worker, load, batch, ctx, max_seq_len=limits.max_seq_len, max_num_tokens=limits.max_num_tokens
+        asked &= _distinct_schedules(asked, batch, ctx, prompt, load.osl)
+    return _swept(
+        worker,
+        aggregated_memory(worker, load, batch, ctx, limits),
+        worker.memory.kv_fraction(limits.memory_fraction, profile[FIXED_KV_FRACTION]),
+        asked.reshape(len(batches), len(chunks)),
+        lambda kept, memory: aggregated(worker, load, batch[kept], ctx[kept], limits, memory=memory),
+        lambda rows: _best_under(rows, pairs) if profile[ROUNDED_ROWS] else rows,
     )
-    fixed = worker.profile[FIXED_KV_FRACTION]
-    out, over = worker.memory.verdict(memory, worker.memory.kv_fraction(limits.memory_fraction, fixed))
-    shape = (len(batches), len(chunks))
-    stopped = np.logical_or.accumulate((asked & (out | over)).reshape(shape), axis=1).ravel()
-    kept = asked & ~stopped
-    fits = bool((asked & ~out).any()), bool(kept.any())
+
+
+def sweep_role(worker: Worker, load: Workload, batches: F64, phases: Phases, limits: EngineLimits) -> Sweep:
+    """One role of a disaggregated deployment over ``batches``, up to the first that does not fit."""
+    factor = worker.profile[LATENCY_CORRECTIONS][phases is Phases.DECODE]
+    return _swept(
+        worker,
+        static_memory(worker, load, batches, phases),
+        worker.memory.kv_fraction(limits.memory_fraction),
+        np.ones((1, len(batches)), np.bool_),
+        lambda kept, memory: static(worker, load, batches[kept], phases, correction=factor, memory=memory),
+        lambda rows: side_rows(rows, worker, load, phases, limits.accepted),
+    )
+
+
+def _swept(
+    worker: Worker,
+    memory: Footprint,
+    kv_fraction: float,
+    asked: Mask,
+    serve: Callable[[Mask, Footprint], Served],
+    chosen: Callable[[Rows], Rows],
+) -> Sweep:
+    """The ``asked`` points (R, K) of each row up to the first that does not fit ``memory`` (R * K,), as they are
+    ``serve``d, and which of them are ``chosen``."""
+    out, over = worker.memory.verdict(memory, kv_fraction)
+    full = asked & (out | over).reshape(asked.shape)
+    kept = (asked & ~np.logical_or.accumulate(full, axis=1)).ravel()
+    fits = bool((asked.ravel() & ~out).any()), bool(kept.any())
     if not kept.any():
         return Sweep(None, None, *fits)
-    served = aggregated(worker, load, batch[kept], ctx[kept], accepted=limits.accepted, memory=memory.take(kept))
+    served = serve(kept, memory.take(kept))
     try:
         miss = served.first_miss()
     except EngineError as error:
         return Sweep(None, None, *fits, error=error)
     priced = served.rows.take(~served.missing())
-    rows = _best_under(priced, pairs) if worker.profile[ROUNDED_ROWS] else priced
-    return Sweep(rows, priced, *fits, miss)
+    return Sweep(chosen(priced), priced, *fits, miss)
 
 
 def _distinct_schedules(asked: Mask, batch: F64, ctx: F64, prompt: int, osl: int) -> Mask:
@@ -87,24 +114,3 @@ def _best_under(rows: Rows, pairs: Sequence[Pair]) -> Rows:
         where = np.flatnonzero(row)
         best.update(dict.fromkeys(where[descending(rate[where])[:KEPT_PER_TARGET]].tolist()))
     return rows.take(np.fromiter(best, np.intp)).rounded()
-
-
-def sweep_role(worker: Worker, load: Workload, batches: F64, phases: Phases, limits: EngineLimits) -> Sweep:
-    """One role of a disaggregated deployment over ``batches``, up to the first that does not fit."""
-    corrections = worker.profile[LATENCY_CORRECTIONS]
-    decode = phases is Phases.DECODE
-    memory: Footprint = static_memory(worker, load, batches, phases)
-    out, over = worker.memory.verdict(memory, worker.memory.kv_fraction(limits.memory_fraction))
-    kept = ~np.logical_or.accumulate(out | over)
-    fits = bool((~out).any()), bool(kept.any())
-    if not kept.any():
-        return Sweep(None, None, *fits)
-    factor, memory = corrections[decode], memory.take(kept)
-    served = static(worker, load, batches[kept], phases, correction=factor, memory=memory)
-    try:
-        miss = served.first_miss()
-    except EngineError as error:
-        return Sweep(None, None, *fits, error=error)
-    rows = served.rows.take(~served.missing())
-    rows = side_rows(rows, worker, load, phases, limits.accepted)
-    return Sweep(rows, rows, *fits, miss)

@@ -21,7 +21,7 @@ from perfcast_engine.search.space import Space
 from perfcast_engine.serving.disaggregated import Matching
 from perfcast_engine.serving.rows import Rows, concatenated
 from perfcast_engine.serving.worker import Worker
-from perfcast_engine.serving.workload import KvTransfer, Targets, Workload
+from perfcast_engine.serving.workload import DEFAULTS, EngineLimits, KvTransfer, Targets, Workload
 from perfcast_engine.system import SystemSpec
 
 Role = Literal["agg", "prefill", "decode"]
@@ -75,10 +75,8 @@ class SearchTask:
     space: Space = field(default_factory=Space)
     prefill_space: Space = field(default_factory=Space)
     decode_space: Space = field(default_factory=Space)
-    accepted: float = 0.0
+    limits: EngineLimits = DEFAULTS
     chunked_prefill: bool = False
-    memory_fraction: float | None = None
-    max_seq_len: int | None = None
     prefill_max_batch: int = 1
     decode_max_batch: int = MAX_BATCH
     replica: Replica = field(default_factory=Replica)
@@ -104,9 +102,8 @@ class SearchTask:
             raise InvalidField("encode_pool", "needs images, and pools that are not scaled apart", why="epd")
         if self.decode_engine is not None and self.decode_engine.model != self.engine.model:
             raise InvalidField("decode_engine.model", "prefill and decode must run the same model", why="model")
-        nextn = self.engine.nextn
-        if nextn != "auto" and not 0 <= self.accepted <= nextn:
-            raise InvalidField("nextn_accepted", f"must lie in [0, {nextn}], not {self.accepted!r}", why="range")
+        if self.engine.nextn != "auto":
+            self.limits.check(self.engine.nextn)
 
     def score(self, rows: Rows) -> F64:
         """What fronts and picks maximise: tokens per second and GPU, of the whole budget where there is one."""

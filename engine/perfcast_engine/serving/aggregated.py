@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from perfcast_engine.profiles import (
 from perfcast_engine.serving.rising import batches_to, rising
 from perfcast_engine.serving.rows import Rows
 from perfcast_engine.serving.worker import Served, Worker
-from perfcast_engine.serving.workload import Workload
+from perfcast_engine.serving.workload import DEFAULTS, EngineLimits, Workload
 from perfcast_engine.step_result import StepResult
 
 
@@ -77,21 +76,15 @@ def prompt_to_compute(worker: Worker, load: Workload) -> int:
 
 
 def aggregated_memory(
-    worker: Worker,
-    load: Workload,
-    batch: F64,
-    ctx_tokens: F64,
-    *,
-    max_seq_len: int | None = None,
-    max_num_tokens: int | None = None,
+    worker: Worker, load: Workload, batch: F64, ctx_tokens: F64, limits: EngineLimits = DEFAULTS
 ) -> Footprint:
-    """Memory of an in-flight batch (N,). ``max_seq_len``, ``max_num_tokens``: what the engine is built for, where its
-    framework sizes memory by that."""
+    """Memory of an in-flight batch (N,); that of the longest sequence and most tokens, where the framework builds for
+    those."""
     memory, isl, budget = worker.memory, worker.prompt_tokens(load), worker.memory.backend.token_budget
     encoder = worker.encoder_bytes(load, batch)
     if budget is not None:
-        tokens = budget if max_num_tokens is None else max_num_tokens
-        return memory.footprint(batch, isl, load.osl, tokens, load.prefix, max_seq_len=max_seq_len, encoder=encoder)
+        tokens, longest = budget if limits.max_num_tokens is None else limits.max_num_tokens, limits.max_seq_len
+        return memory.footprint(batch, isl, load.osl, tokens, load.prefix, max_seq_len=longest, encoder=encoder)
     lone = batch == 1
     decodes = np.where(lone, 0, batch - np.ceil(ctx_tokens / prompt_to_compute(worker, load)))
     mixed = memory.footprint(batch, isl, load.osl, decodes + ctx_tokens, load.prefix, drafted=decodes, encoder=encoder)
@@ -105,27 +98,26 @@ def aggregated(
     load: Workload,
     batch: Any,
     ctx_tokens: Any,
+    limits: EngineLimits = DEFAULTS,
     *,
-    accepted: float = 0.0,
-    max_seq_len: int | None = None,
-    max_num_tokens: int | None = None,
     memory: Footprint | None = None,
     operators: bool = False,
 ) -> Served:
     """``batch`` requests per rank in flight, ``ctx_tokens`` prefill tokens an iteration; both (N,).
 
-    ``accepted``: draft tokens accepted per decode step, at most the draft depth. Latencies are NaN where data miss.
+    Latencies are NaN where data miss.
     """
     batch, ctx = (np.atleast_1d(np.asarray(v, np.float64)) for v in (batch, ctx_tokens))
     batch, ctx = np.broadcast_arrays(batch, ctx)
-    _check(worker, batch, ctx, accepted)
+    limits.check(worker.step.nextn)
+    for name, values in (("batch", batch), ("ctx_tokens", ctx)):
+        if not ((values >= 1) & (values == np.floor(values))).all():
+            raise InvalidField(name, "must be whole numbers of at least 1", why="range")
     isl, profile, p = worker.prompt_tokens(load), worker.profile, worker.parallel
     if memory is None:
-        memory = aggregated_memory(
-            worker, load, batch, ctx, max_seq_len=max_seq_len, max_num_tokens=max_num_tokens
-        )  # fmt: skip
+        memory = aggregated_memory(worker, load, batch, ctx, limits)
     prompt = prompt_to_compute(worker, load)
-    plan = schedule(worker.memory.backend, profile, batch, ctx, prompt, load.osl, accepted)
+    plan = schedule(worker.memory.backend, profile, batch, ctx, prompt, load.osl, limits.accepted)
     prompt_tokens = ctx if prompt == isl else np.round(ctx * isl / prompt)  # with what is cached of them
     steps = _steps(worker, load, prompt_tokens, plan, operators)
     (mixed, mixed_ms), (decode, decode_ms) = steps["mixed"], steps["decode"]
@@ -133,7 +125,7 @@ def aggregated(
     dispatch = worker.memory.backend.dispatch_ms_per_layer * worker.layers
     ttft = encode + (mixed_ms * plan.chunks + dispatch) * plan.queue
     counted = plan.charged + plan.decode_only
-    tpot = _ratio(mixed_ms * plan.charged + decode_ms * plan.decode_only, counted) / (1 + accepted)
+    tpot = _ratio(mixed_ms * plan.charged + decode_ms * plan.decode_only, counted) / (1 + limits.accepted)
     span = encode + plan.mixed * mixed_ms + plan.decode_only * decode_ms
     latency = ttft + tpot * rest
     tokens = rest if profile[FIRST_TOKEN_FREE] else load.osl
@@ -202,11 +194,3 @@ def _ratio(over: Any, under: F64) -> F64:
     out: F64 = np.where(np.isnan(under), np.nan, 0.0)
     np.divide(over, under, out=out, where=under > 0)
     return out
-
-
-def _check(worker: Worker, batch: F64, ctx_tokens: F64, accepted: float) -> None:
-    if not (math.isfinite(accepted) and 0 <= accepted <= worker.step.nextn):
-        raise InvalidField("nextn_accepted", f"must lie in [0, {worker.step.nextn}], not {accepted!r}", why="range")
-    for name, values in (("batch", batch), ("ctx_tokens", ctx_tokens)):
-        if not ((values >= 1) & (values == np.floor(values))).all():
-            raise InvalidField(name, "must be whole numbers of at least 1", why="range")

@@ -23,27 +23,9 @@ from perfcast_engine.serving.disaggregated import USUAL_MATCHING, Matching, pair
 from perfcast_engine.serving.rows import Rows
 from perfcast_engine.serving.static import Phases, speculated, static
 from perfcast_engine.serving.worker import Worker
-from perfcast_engine.serving.workload import NO_TRANSFER, KvTransfer, Workload
+from perfcast_engine.serving.workload import DEFAULTS, NO_TRANSFER, EngineLimits, KvTransfer, Workload
 from perfcast_engine.step import DEFAULT_STRIDE
 from perfcast_engine.step_result import StepResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """How an engine is set up, where not as its framework does. ``accepted``: draft tokens of a decode step."""
-
-    accepted: float = 0.0
-    memory_fraction: float | None = None
-    max_seq_len: int | None = None
-    max_num_tokens: int | None = None
-
-    def check(self, worker: Worker) -> None:
-        if not 0 <= self.accepted <= worker.step.nextn:
-            message = f"must lie in [0, {worker.step.nextn}] for a draft depth of {worker.step.nextn}"
-            raise InvalidField("nextn_accepted", f"{message}, not {self.accepted!r}", why="range")
-
-
-DEFAULTS = EngineLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +87,7 @@ def estimate_static(
     operators: bool = False,
 ) -> Estimate:
     """One static batch per rank. Raises InvalidField, PerfDataMissing and what else a step raises."""
-    limits.check(worker)
+    limits.check(worker.step.nextn)
     served = static(
         worker,
         load,
@@ -132,15 +114,12 @@ def estimate_aggregated(
     operators: bool = False,
 ) -> Estimate:
     """One in-flight batch per rank, by default with prefill iterations as long as a prompt."""
-    limits.check(worker)
     served = aggregated(
         worker,
         load,
         batch,
         worker.prompt_tokens(load) if ctx_tokens is None else ctx_tokens,
-        accepted=limits.accepted,
-        max_seq_len=limits.max_seq_len,
-        max_num_tokens=limits.max_num_tokens,
+        limits,
         operators=operators,
     ).raise_first()
     fit = {"engine": fit_of(worker, served.memory, limits.memory_fraction, True)}
@@ -188,7 +167,7 @@ def estimate_disaggregated(
         ("prefill", prefill, Phases.PREFILL, prefill_factor),
         ("decode", decode, Phases.DECODE, decode_factor),
     ):
-        pool.limits.check(pool.worker)
+        pool.limits.check(pool.worker.step.nextn)
         if pool.cut is not None:
             if pool.limits.accepted:
                 raise InvalidField("nextn_accepted", "is not modelled where attention and FFN decode apart", why="afd")

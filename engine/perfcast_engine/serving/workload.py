@@ -64,6 +64,25 @@ class Targets:
                 raise InvalidField(name, f"must be positive, not {value!r}", why="range")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """How an engine is set up, where not as its framework does. ``accepted``: draft tokens of a decode step."""
+
+    accepted: float = 0.0
+    memory_fraction: float | None = None
+    max_seq_len: int | None = None
+    max_num_tokens: int | None = None
+
+    def check(self, nextn: int) -> None:
+        """Raises InvalidField where more is accepted than the ``nextn`` drafted."""
+        if not 0 <= self.accepted <= nextn:
+            message = f"must lie in [0, {nextn}] for a draft depth of {nextn}, not {self.accepted!r}"
+            raise InvalidField("nextn_accepted", message, why="range")
+
+
+DEFAULTS = EngineLimits()
+
+
 @dataclass(frozen=True, slots=True)
 class KvTransfer:
     """Hand-over of the uncached prompt's KV cache from prefill to decode, over one link per prefill GPU.
