@@ -38,7 +38,7 @@ def head_dim_ratio(backend: str, head_dim: int) -> float:
 @dataclass(frozen=True, kw_only=True)
 class _Dense(Attention):
     """``window``: sliding window in tokens, 0 for full attention; ``lanes``: kernels in order of preference, the table
-    has rows of each (``tables.lanes.lane_order``)."""
+    has rows of each (``tables.lanes.lane_order``), keyed by head size and window last."""
 
     kv_heads: int
     head_dim: int
@@ -55,22 +55,15 @@ class _Dense(Attention):
 
     @cached_property
     def shape(self) -> tuple[Hashable, ...]:
-        return self.lanes, *self.named_key, self.head_dim, self.window
+        return self.lanes, *self.named_key
 
     def key(self, db: Database) -> tuple[Key, ...]:
         """Of the first of ``lanes`` that holds the slice, else of the table's first lane that does."""
         table = db.table(self.table)
-        held = (lane for lane in (*self.lanes, *_others(table, self.lanes)) if self._at(table, lane))
-        lane = next(held, None)
-        if lane is None:
-            raise no_slice(table, self._key(table.children()[0]))
-        return self._key(lane)
-
-    def _key(self, lane: Key) -> tuple[Key, ...]:
-        return lane, *self.named_key, self.head_dim, self.window
-
-    def _at(self, table: Table, lane: Key) -> bool:
-        return table.rows(*self._key(lane)) is not None
+        for lane in (*self.lanes, *_others(table, self.lanes)):
+            if table.rows(lane, *self.named_key) is not None:
+                return lane, *self.named_key
+        raise no_slice(table, (table.children()[0], *self.named_key))
 
     def basis(self, db: Database) -> Basis:
         """Its own slice, else that of the nearest head size; of its window first, then of full attention."""
@@ -92,13 +85,13 @@ class _Dense(Attention):
         if table is None:
             return None
         for lane in (*self.lanes, *sorted(_others(table, self.lanes))):
-            sizes = [int(size) for size in table.children(lane, *self.named_key) if size != 0]
+            sizes = [int(size) for size in table.children(lane, *self.named_key[:-2]) if size != 0]
             if not sizes:
                 continue
             near = min(sizes, key=lambda size: abs(math.log(size / self.head_dim)))
             near = USUAL_HEAD_DIM if USUAL_HEAD_DIM in sizes else near
             donor = replace(self, head_dim=near, lanes=(lane,))
-            if donor._at(table, lane):
+            if table.rows(lane, *donor.named_key) is not None:
                 util = Attention.basis(donor, db).util
                 if util is not None:
                     return Basis(util, Tier.XSHAPE, self.relative_util(db.backend, near))
@@ -120,11 +113,7 @@ class ContextAttention(_Dense, Prefill):
 
     qk_norm: bool = False
 
-    table, keyed_by = "context_attention", ("fmha_quant", "kv_quant", "grouped")
-
-    @property
-    def group(self) -> tuple[Key, ...]:
-        return self.fmha_quant, self.kv_quant, self.grouped
+    table, keyed_by = "context_attention", ("fmha_quant", "kv_quant", "grouped", "head_dim", "window")
 
     def roofline(self, system: SystemSpec, n: Coord, s: Coord, b: Coord, prefix: Coord = 0.0) -> Split:
         new, h, fmha = s - prefix, self.head_dim, quant.FMHA[self.fmha_quant]
@@ -168,12 +157,8 @@ class ContextAttention(_Dense, Prefill):
 class GenerationAttention(_Dense, Generation):
     """Attention of one new token per request over its cache, the mean over lengths around the asked one."""
 
-    table, keyed_by = "generation_attention", ("kv_quant", "grouped")
+    table, keyed_by = "generation_attention", ("kv_quant", "grouped", "head_dim", "window")
     clamp = True
-
-    @property
-    def group(self) -> tuple[Key, ...]:
-        return self.kv_quant, self.grouped
 
     def roofline(self, system: SystemSpec, n: Coord, b: Coord, s: Coord) -> Split:
         h, kv_heads = self.head_dim, self.grouped or n
