@@ -46,7 +46,9 @@ class ShortCut:
         inside, outside = [term.one for term in self.terms], self.outside
 
         def one(batch: int, s: int, prefix: int) -> float:
-            ms = sum(term(batch, s, prefix) for term in inside)
+            ms = 0.0
+            for term in inside:
+                ms += term(batch, s, prefix)
             return ms if ms == ms else outside(batch, s, prefix)
 
         return one

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import nan
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -146,9 +147,8 @@ class StepModel:
         return self._ms("mixed", ctx_tokens=ctx_tokens, gen_requests=gen_requests, isl=isl, osl=osl, prefix=prefix)
 
     def _ms(self, kind: str, **counts: int) -> float:
-        step = self.quick(kind, counts)
-        ms: float = getattr(self, kind)(**counts).raise_first().ms.item() if step is None else step.ms
-        return ms
+        ms: float = nan if self._quick is None else ONES[kind](self._quick.far, **counts)
+        return ms if ms == ms else getattr(self, kind)(**counts).raise_first().ms.item()
 
     def prefill(
         self, batch: Any, isl: Any, prefix: Any = 0, imbalance: Any = 1.0, *, operators: bool = False

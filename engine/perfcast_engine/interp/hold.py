@@ -16,6 +16,8 @@ ANCHORS = 4
 TINY = 1e-12
 BOXES_TO_OCTAVE = 4  # of queries that share their candidates
 BOXES = 1 << 12  # that are kept
+Box = tuple[float, float, float]  # the first coordinate, and the lower corner of the logarithms of the others
+Leaf = tuple[float, float, float, float]  # squared distance on the first axis, logarithms of the others, utilisation
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +27,7 @@ class Hold:
     logs: F64
     util: F64
     power: F64 | None
-    _boxes: dict[tuple[int | float, ...], list[tuple[list[float], float]]] = field(default_factory=dict, repr=False)
+    _boxes: dict[Box, list[Leaf]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, grid: Grid, sol: F64) -> Hold:
@@ -46,34 +48,43 @@ class Hold:
         util = (weight * self.util[index]).sum(axis=0) / mass
         return util, None if self.power is None else (weight * self.power[index]).sum(axis=0) / mass
 
-    def one(self, query: tuple[float, ...]) -> float:
-        """The utilisation that ``at`` gives to a single query."""
-        asked = [log2(max(c, TINY)) for c in query]
-        near = []
-        for rank, (leaf, util) in enumerate(self._candidates(asked)):
-            total = 0.0
-            for a, b in zip(leaf, asked, strict=True):
-                total += (a - b) * (a - b)
-            near.append((sqrt(total), rank, util))
+    def one(self, lead: float, x: float, y: float) -> float:
+        """The utilisation that ``at`` gives to a single query, of three axes."""
+        x, y = log2(max(x, TINY)), log2(max(y, TINY))
+        near = [
+            (sqrt(off + (a - x) * (a - x) + (b - y) * (b - y)), rank, util)
+            for rank, (off, a, b, util) in enumerate(self._candidates(lead, x, y))
+        ]
         near.sort()
         reach = near[ANCHORS][0] if len(near) > ANCHORS else inf
-        weights = [_weight(distance, reach) for distance, _, _ in near[:ANCHORS]]
-        if not any(weights):
-            weights = [1.0] * len(weights)
-        return sum(w * util for w, (_, _, util) in zip(weights, near, strict=False)) / (sum(weights) or inf)
+        del near[ANCHORS:]
+        total = mass = 0.0
+        for distance, _, util in near:
+            if reach < inf:
+                weight = (reach - distance) / (reach * distance + TINY)
+                weight *= weight
+            else:
+                weight = 1 / (distance * distance + TINY)
+            mass += weight
+            total += weight * util
+        if mass > 0:
+            return total / mass
+        return sum(util for _, _, util in near) / len(near) if near else 0.0
 
-    def _candidates(self, asked: list[float]) -> list[tuple[list[float], float]]:
-        """Leaves and their utilisation, of which the nearest to any query in the box around ``asked`` are some."""
-        low = [asked[0], *(floor(c * BOXES_TO_OCTAVE) / BOXES_TO_OCTAVE for c in asked[1:])]
-        found = self._boxes.get(tuple(low))
+    def _candidates(self, lead: float, x: float, y: float) -> list[Leaf]:
+        """Leaves of which the nearest to any query in the box around (x, y) are some."""
+        box = lead, floor(x * BOXES_TO_OCTAVE) / BOXES_TO_OCTAVE, floor(y * BOXES_TO_OCTAVE) / BOXES_TO_OCTAVE
+        found = self._boxes.get(box)
         if found is None:
-            box = np.array([low, [low[0], *(c + 1 / BOXES_TO_OCTAVE for c in low[1:])]]).T
-            count = min(ANCHORS + 1, len(self.util))
-            some = candidates(self.logs, box, count) if count else np.zeros(0, np.intp)
-            found = list(zip(self.logs[:, some].T.tolist(), self.util[some].tolist(), strict=True))
+            count, first = min(ANCHORS + 1, len(self.util)), np.log2(max(lead, TINY))
+            sides = [[first, first], *([low, low + 1 / BOXES_TO_OCTAVE] for low in box[1:])]
+            some = candidates(self.logs, np.array(sides), count) if count else np.zeros(0, np.intp)
+            off, a, b = self.logs[:, some]
+            columns = (off - first) ** 2, a, b, self.util[some]
+            found = list(zip(*(column.tolist() for column in columns), strict=True))
             if len(self._boxes) >= BOXES:
                 self._boxes.clear()
-            self._boxes[tuple(low)] = found
+            self._boxes[box] = found
         return found
 
 
@@ -85,8 +96,3 @@ def _taper(distance: F64) -> F64:
     reach = distance[ANCHORS]
     weight: NDArray[np.float64] = (np.maximum(reach - d, 0.0) / (reach * d + TINY)) ** 2
     return np.where(weight.sum(axis=0) > 0, weight, 1.0)
-
-
-def _weight(d: float, reach: float) -> float:
-    """``_taper`` of one anchor, inf for a fifth one that is not there; all 0 stand for all 1."""
-    return 1 / (d * d + TINY) if reach == inf else (max(reach - d, 0.0) / (reach * d + TINY)) ** 2

@@ -74,7 +74,7 @@ class Sheets:
                 power = watts if weight == 0 else power + (watts - power) * weight
         return Resolved(ms, power)
 
-    def one(self, query: tuple[int, ...], sol: Sol) -> float:
+    def one(self, sol: Sol, *query: int) -> float:
         """The latency that ``at`` gives to a single query of counts."""
         if self.blend is None:
             return np.nan

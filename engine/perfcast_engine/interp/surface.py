@@ -61,17 +61,6 @@ class Surface:
         """As ``blend``, but single queries of counts are answered beyond the measurements too, as ``at`` does it."""
         return Everywhere((), self, lead)
 
-    def one(self, lead: float, x: int, y: int) -> float:
-        """The latency that ``at`` gives to a single query of counts at ``lead`` of the first axis."""
-        sheets = self.sheets(lead)
-        ms = sheets.one((x, y), lambda *coords: self.sol(lead, *coords))
-        if ms == ms:
-            return ms
-        if not sheets.complete:
-            return self.at(lead, np.array([float(x)]), np.array([float(y)])).ms.item()
-        util, here = self._anchors.one((lead, x, y)), float(self.sol(lead, x, y))
-        return here / util if 0 < here < np.inf and util > 0 else np.nan
-
     def _split(self, query: tuple[Any, ...]) -> tuple[tuple[float, ...], tuple[Any, ...]]:
         """The leading number, if sheets are made for one, and what is left."""
         many = len(self.grid.coords) > 1
@@ -97,13 +86,14 @@ class Surface:
         return self.sol(*self.grid.floats)
 
     @cached_property
-    def _anchors(self) -> Hold:
+    def hold(self) -> Hold:
+        """What answers beyond the measurements."""
         return Hold.of(self.grid, self.leaf_sol)
 
     def _hold(self, query: Coords) -> Resolved:
         here = self.sol(*query)
         usable = np.isfinite(here) & (here > 0)
-        util, power = self._end_util(query[0]) if len(query) == 1 else self._anchors.at(query)
+        util, power = self._end_util(query[0]) if len(query) == 1 else self.hold.at(query)
         usable &= util > 0
         return Resolved(np.where(usable, here, np.nan) / np.where(usable, util, 1.0), power)
 
@@ -123,5 +113,17 @@ class Everywhere(Blend):
     lead: float
 
     @cached_property
-    def one(self) -> Callable[..., float]:
-        return partial(self.surface.one, self.lead)
+    def one(self) -> Callable[[int, int], float]:
+        surface, lead = self.surface, self.lead
+        sheets, sol, util = surface.sheets(lead), partial(surface.sol, lead), surface.hold.one
+
+        def one(x: int, y: int) -> float:
+            ms = sheets.one(sol, x, y)
+            if ms == ms:
+                return ms
+            if not sheets.complete:
+                return surface.at(lead, np.array([float(x)]), np.array([float(y)])).ms.item()
+            here, share = float(sol(x, y)), util(lead, x, y)
+            return here / share if 0 < here < np.inf and share > 0 else np.nan
+
+        return one

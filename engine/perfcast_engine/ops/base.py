@@ -53,7 +53,7 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, math: F64, mem: F64) -> Split:
-        return cls(np.maximum(math, mem), math, mem)
+        return cls(max(math, mem) if isinstance(math, float) else np.maximum(math, mem), math, mem)
 
     @classmethod
     def memory(cls, mem: F64) -> Split:
