@@ -1,6 +1,6 @@
 """Never-seen steps in process and from a local surface, beside the reference engine's calls for the same points.
 
-    python -m benchmarks.in_process --reference-python PY [--rounds N] [--calls N] [--model NAME] [--json]
+    python -m benchmarks.in_process --reference-python PY [--rounds N] [--calls N] [--model NAME] [--profile P] [--json]
 
 Every round asks both sides for the same new points, in turn; a ratio is taken within a round, in CPU time, and the
 median over rounds is reported. Points lie inside of the measurements, beyond them, or anywhere between 1 and twice
@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from perfcast_client.local import LocalSurface
+from perfcast_client.results import EngineStamp
+from perfcast_client.snapshot import Snapshot
 from perfcast_engine import EngineConfig, ParallelConfig, Predictor
 from perfcast_engine.compiled import compile_surface
-from perfcast_surface.surface import StepSurface
 
 from benchmarks.processes import Peer
 
@@ -73,12 +75,13 @@ def cpu_seconds(call: Callable[..., Any], asked: Sequence[tuple[int, ...]]) -> f
 class Race:
     """One model on both sides."""
 
-    def __init__(self, model: str, python: str) -> None:
+    def __init__(self, model: str, python: str, profile: str) -> None:
         parallel = MODELS[model]
         predictor = Predictor()
-        config = EngineConfig(model=model, system=SYSTEM, backend=BACKEND, parallel=parallel)
+        config = EngineConfig(model=model, system=SYSTEM, backend=BACKEND, parallel=parallel, profile=profile)
         self.steps = predictor.engine(config).steps
-        self.surface: StepSurface = compile_surface(self.steps)
+        stamp = EngineStamp(model, SYSTEM, BACKEND, "", "SILICON", profile, "")
+        self.surface = LocalSurface(None, Snapshot(compile_surface(self.steps), model, stamp, "", 0.0))
         self.peer = Peer(python, str(Path(__file__).with_name("reference_steps.py")))
         version = predictor.catalog.resolve_version(SYSTEM, BACKEND)
         sizes = {f"{name}_size": size for name, size in asdict(parallel).items() if name in ("tp", "moe_tp", "moe_ep")}
@@ -121,8 +124,8 @@ def row(what: str, rounds: list[dict[str, float]]) -> list[dict[str, Any]]:
     ]
 
 
-def measure(model: str, python: str, rounds: int, calls: int) -> list[dict[str, Any]]:
-    race, found = Race(model, python), []
+def measure(model: str, python: str, profile: str, rounds: int, calls: int) -> list[dict[str, Any]]:
+    race, found = Race(model, python, profile), []
     for kind in KINDS:
         for where in SPANS:
             race.round(kind, where, 10 * calls, 0)  # token counts become known on both sides
@@ -136,12 +139,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.in_process", description=__doc__.splitlines()[0])
     parser.add_argument("--reference-python", metavar="PY", required=True, help="one that has the reference engine")
     parser.add_argument("--model", choices=MODELS, action="append")
+    parser.add_argument("--profile", default="corrected", help="reference: no more work than the reference engine does")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=1000, help="points of one round")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     for model in options.model or MODELS:
-        found = measure(model, options.reference_python, options.rounds, options.calls)
+        found = measure(model, options.reference_python, options.profile, options.rounds, options.calls)
         if options.json:
             print(json.dumps(found))
             continue

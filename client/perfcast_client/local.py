@@ -11,7 +11,7 @@ from functools import partial
 from math import nan
 from operator import call
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -82,18 +82,18 @@ class Surfaced(ABC):
 
     def _prefill(self, batch: Any, isl: Any, prefix: Any) -> float:
         """The answer to ints; NaN where it takes more than that."""
-        if type(batch) is int and type(isl) is int and type(prefix) is int:
-            return cast(float, self._now.steps.prefill(batch, isl, prefix))
+        if type(batch) is type(isl) is type(prefix) is int:
+            return self._now.steps.prefill_one(batch, isl, prefix)
         return nan
 
     def _decode_step(self, batch: Any, isl: Any, osl: Any) -> float:
-        if type(batch) is int and type(isl) is int and type(osl) is int:
-            return cast(float, self._now.steps.decode_step(batch, isl, osl))
+        if type(batch) is type(isl) is type(osl) is int:
+            return self._now.steps.decode_step_one(batch, isl, osl)
         return nan
 
     def _mixed(self, ctx_tokens: Any, gen_requests: Any, isl: Any, osl: Any, prefix: Any) -> float:
-        if all(type(value) is int for value in (ctx_tokens, gen_requests, isl, osl, prefix)):
-            return cast(float, self._now.steps.mixed(ctx_tokens, gen_requests, isl, osl, prefix))
+        if type(ctx_tokens) is type(gen_requests) is type(isl) is type(osl) is type(prefix) is int:
+            return self._now.steps.mixed_one(ctx_tokens, gen_requests, isl, osl, prefix)
         return nan
 
     @classmethod

@@ -112,6 +112,7 @@ class QuickSteps:
         self._tables = context.tables + generation.tables
         cuts = context.attention + context.others + generation.attention + generation.others
         self._sources = frozenset[int](cut.source for cut in cuts)
+        self._cuts = [sum(cut.source is source for cut in cuts) for source in Source]
         planes = (plane for cut in cuts for term in cut.terms for plane in term.planes())
         self._is_plain = all(plane.power is None for plane in planes)
 
@@ -136,22 +137,18 @@ class QuickSteps:
     def result(self, ms: F64, ask: Ask, counts: Sequence[Ints]) -> StepResult:
         """Steps of which ``near`` answers ``ms`` (N,) to ``ask``."""
         n = len(ms)
-        origin = Summed((QuickOrigin(self, ask, counts, n),), n)
+        origin = Summed((QuickOrigin(self, ms, ask, counts),), n)
         return StepResult(ms, origin, np.zeros(n, np.uint8), np.zeros(n))
 
-    def by_source(self, ask: Callable[[StepSurface], Any], none: Any) -> list[Any]:
-        """What ``ask`` answers, split by Source; ``none`` for one that takes no part."""
-        sources = self.sources
-        return [ask(surface) if source in sources else none for source, surface in enumerate(self._by_source)]
-
-    def shares(self, ms: float, ask: Ask, counts: Mapping[str, int]) -> list[float]:
-        """``ms`` of one point by Source: what the others leave is the first one's."""
-        shares = [0.0] * len(self._by_source)
-        first, *others = sorted(self.sources) or (0,)
-        for source in others:
-            shares[source] = ask(self._by_source[source], **counts)
-        shares[first] = max(0.0, ms - sum(shares))
-        return shares
+    def by_source(self, ask: Callable[[StepSurface], Any], whole: Any) -> list[Any]:
+        """``whole``, which ``ask`` answers, split by Source; the one with most short cuts is what the others leave."""
+        sources, parts = self.sources, [0.0 * whole] * len(self._by_source)
+        largest = max(sources, key=self._cuts.__getitem__, default=0)
+        for source in sources - {largest}:
+            parts[source] = ask(self._by_source[source])
+        rest = whole - sum(parts)
+        parts[largest] = rest * (rest > 0)
+        return parts
 
     @property
     def sources(self) -> frozenset[int]:
@@ -170,23 +167,23 @@ class QuickStep:
     @property
     def by_source(self) -> list[float]:
         """ms per Source."""
-        return self._steps.shares(self.ms, self._ask, self._counts)
+        return self._steps.by_source(lambda surface: self._ask(surface, **self._counts), self.ms)
 
 
 @dataclass(frozen=True, slots=True)
 class QuickOrigin:
-    """Of N steps that ``near`` knows."""
+    """Of steps that ``near`` knows."""
 
     steps: QuickSteps
+    ms: F64
     ask: Ask
     columns: Sequence[Ints]
-    n: int
 
     def rows(self) -> F64:
         def asked(surface: StepSurface) -> F64:
             return in_bands(partial(self.ask, surface), *self.columns)
 
-        return np.stack(self.steps.by_source(asked, np.zeros(self.n)), axis=1)
+        return np.stack(self.steps.by_source(asked, self.ms), axis=1)
 
     def total(self, weights: F64) -> F64:
         total: F64 = weights @ self.rows()

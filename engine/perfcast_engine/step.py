@@ -250,7 +250,8 @@ class StepModel:
     ) -> StepResult:
         """Points with ``counts``, each (N,) or (1,), and imbalance ``factors``: by ``ask`` where the surface knows
         them and there is no imbalance, by ``price`` from the operators elsewhere. Both take the columns."""
-        quick = None if operators or any(np.any(factor != 1.0) for factor in factors) else self._quick
+        even = all(factor == 1.0 if isinstance(factor, float) else np.all(factor == 1.0) for factor in factors)
+        quick = self._quick if even and not operators else None
         gone: Mask = np.ones(1, np.bool_)
         if quick is not None and quick.is_plain:
             ms = in_bands(partial(ask, quick.near), *counts)
@@ -324,8 +325,10 @@ def _weighed(phase: Phase, at: Points, weight: F64, operators: bool) -> StepResu
 def _mixed_counts(*columns: Any) -> list[Ints]:
     counts = _counts(**dict(zip(MixedWork._fields, columns, strict=False)))
     tokens, _, isl, _, prefix = counts
-    _require(isl > 0, "isl", "must be positive")
-    _require((prefix < isl) | (tokens == 0), "prefix", "must be smaller than isl")
+    behind = prefix < isl
+    if not behind.all():
+        _require(isl > 0, "isl", "must be positive")
+        _require(behind | (tokens == 0), "prefix", "must be smaller than isl")
     return counts
 
 
@@ -336,8 +339,7 @@ def _counts(**fields: Any) -> list[Ints]:
         array = np.atleast_1d(np.asarray(value))
         if array.dtype.kind not in "iuf" or array.ndim != 1:
             raise InvalidField(name, "must be a number or a one-dimensional array of numbers", why="type")
-        whole = array.dtype.kind in "iu" or (array == np.floor(array)).all()
-        if len(array) and not (whole and array.min() >= 0 and array.max() <= MAX_COUNT):
+        if array.dtype != np.int64 or array.view(np.uint64).max(initial=0) > MAX_COUNT:
             good = (array >= 0) & (array <= MAX_COUNT) & (array == np.floor(array))
             _require(good, name, "must be a whole number >= 0")
         counts.append(array.astype(np.int64, copy=False))

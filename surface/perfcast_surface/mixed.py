@@ -49,14 +49,18 @@ class StepRules:
 
     def mixed(self, tokens: Any, requests: Any, isl: Any, osl: Any, prefix: Any, of: Rounding) -> tuple[Any, ...]:
         """The fields of a MixedPlan for ``tokens`` prompt tokens beside ``requests`` decoding requests: counts, int64
-        where they are arrays. Not made a MixedPlan, which takes as long as all of it does for numbers."""
+        where they are arrays. ``prefix``: the number 0 where there is none. Not made a MixedPlan, which takes as long
+        as all of it does for numbers."""
         floor, maximum = of
-        decodes, prompts = requests * (self.nextn + 1), tokens / isl
+        decodes, prompts = requests * (self.nextn + 1) if self.nextn else requests, tokens / isl
         lower = floor(prompts)
         part = prompts - lower
         upper = lower + (part > 0)
-        cached = prefix * lower if self.prefix_per_prompt else floor(prefix * prompts)
-        flat, rows, length = tokens + decodes - cached, upper + decodes, isl + (osl >> 1) + 1
+        flat, rows, length = tokens + decodes, upper + decodes, isl + (osl >> 1) + 1
+        cached = prefix
+        if type(prefix) is not int or prefix:
+            cached = prefix * lower if self.prefix_per_prompt else floor(prefix * prompts)
+            flat = flat - cached
         if self.one_logits_row:
             rows = rows * 0 + 1
         if self.whole_prompts:

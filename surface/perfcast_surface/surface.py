@@ -16,7 +16,7 @@ from perfcast_surface.mixed import ARRAYS, NUMBERS, MixedPlan, StepRules, middle
 from perfcast_surface.terms import One, Summand, Term
 
 FEW = 8  # samples of a trajectory that are quicker one by one
-BAND = 1 << 13  # points evaluated together, so that what they take stays in the processor's cache
+BAND = 1 << 14  # points evaluated together, so that what they take stays in the processor's cache
 ONE, ZERO = np.ones(1, np.int64), np.zeros(1, np.int64)
 DEFAULT_STRIDE = 32
 LONGEST = 2**31 - 1
@@ -128,11 +128,15 @@ def _weighed(terms: tuple[Summand, ...], ms: F64, weight: F64 | None, batch: Int
     """``ms`` plus the sum of ``terms``, times ``weight`` if there is one, where there is any ``batch``."""
     if _least(batch) > 0:
         found = _sum(term.at(batch, s, prefix) for term in terms)
-        return ms + (found if weight is None else found * weight)
-    live, found = np.flatnonzero(batch), np.zeros(len(batch))
-    if len(live):
-        columns: Any = (c if c is None or len(c) == 1 else c.take(live) for c in (weight, batch, s, prefix))
-        found[live] = _weighed(terms, np.zeros(1), *columns)
+        if weight is not None:
+            found = found * weight
+        return ms + found
+    live = np.flatnonzero(batch != 0)
+    if not len(live):
+        return ms
+    found = np.zeros(len(batch))
+    some: Any = (c if c is None or len(c) == 1 else c.take(live) for c in (weight, batch, s, prefix))
+    found[live] = _weighed(terms, np.zeros(1), *some)
     return ms + found
 
 
@@ -250,14 +254,16 @@ class StepSurface:
         return ms + self.generation.attention_one(decodes, length, 0) if gen_requests else ms
 
     def mixed_many(self, ctx_tokens: Ints, gen_requests: Ints, isl: Ints, osl: Ints, prefix: Ints) -> F64:
-        fresh = isl - prefix if prefix.any() else isl
-        counts = ctx_tokens, gen_requests, osl, prefix
-        if min(map(_least, counts)) < 0 or _least(fresh) < 1 or _least(ctx_tokens + gen_requests) < 1:
+        cached: Any = prefix if prefix.any() else 0
+        fresh = isl - cached
+        tokens, requests = _least(ctx_tokens), _least(gen_requests)
+        busy = tokens + requests > 0 or _least(ctx_tokens + gen_requests) > 0
+        if min(tokens, requests, _least(osl), _least(prefix)) < 0 or _least(fresh) < 1 or not busy:
             good = (ctx_tokens >= 0) & (gen_requests >= 0) & (osl >= 0) & (prefix >= 0) & (fresh > 0)
             good = good & (ctx_tokens + gen_requests > 0)
             return _where(good, self.mixed_many, ctx_tokens, gen_requests, isl, osl, prefix)
-        plan = MixedPlan(*self.rules.mixed(ctx_tokens, gen_requests, isl, osl, prefix, ARRAYS))
-        ms = self.context.shared(ONE, plan.flat, plan.cached, plan.flat, plan.rows)
+        plan = MixedPlan(*self.rules.mixed(ctx_tokens, gen_requests, isl, osl, cached, ARRAYS))
+        ms = self.context.shared(ONE, plan.flat, np.atleast_1d(plan.cached), plan.flat, plan.rows)
         attention = self.context.attention
         ms = _weighed(attention, ms, plan.upper_weight, plan.upper, fresh, prefix)
         ms = _weighed(attention, ms, plan.lower_weight, plan.lower, fresh, prefix)
@@ -268,11 +274,14 @@ def in_bands(evaluate: Callable[..., F64], *values: Any) -> F64:
     """``evaluate`` of columns of counts, BAND points at a time; a single value that holds for all points stays one."""
     columns = [np.atleast_1d(np.asarray(value)) for value in values]
     (n,) = np.broadcast_shapes(*(column.shape for column in columns))
+    counts = [column.astype(np.int64, copy=False) for column in columns]
+    if n <= BAND:
+        ms = evaluate(*counts)
+        return ms if len(ms) == n else np.repeat(ms, n)
+    bands = (slice(start, start + BAND) for start in range(0, n, BAND))
     ms = np.empty(n)
-    for start in range(0, n, BAND):
-        band = slice(start, start + BAND)
-        parts = (column if len(column) == 1 else column[band] for column in columns)
-        ms[band] = evaluate(*(part.astype(np.int64, copy=False) for part in parts))
+    for band in bands:
+        ms[band] = evaluate(*(column if len(column) == 1 else column[band] for column in counts))
     return ms
 
 

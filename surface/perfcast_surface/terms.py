@@ -86,7 +86,8 @@ class Causal:
         else:
             part = -(-s // (2 * self.ranks))
             ms = self._kernel(batch, part, prefix) + self._kernel(batch, part, prefix + s - part)
-        ms += self.extra_ms
+        if self.extra_ms:
+            ms += self.extra_ms
         ms *= self.scale
         return ms
 
