@@ -113,7 +113,7 @@ class Calibration:
         if not version:
             raise unknown(request.state_name)
         factors = model.correction_factors()
-        summary: dict[str, float] = {}
+        summary: dict[str, Any] = {}
         if factors:
             summary = {"min": min(factors), "max": max(factors), "avg": sum(factors) / len(factors)}
         return calibration_pb2.DiagnoseResponse(
