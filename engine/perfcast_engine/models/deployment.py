@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig
 from perfcast_engine.models.quantization import QuantModes
 from perfcast_engine.models.spec import ModelSpec
-from perfcast_engine.profiles import (
-    EVERY_SECOND_GLOBAL,
-    NORMS_NAME_ATTENTION,
-    ONE_IS_GLOBAL,
-    Profile,
-    profile_named,
-)
+from perfcast_engine.profiles import EVERY_SECOND_GLOBAL, NORMS_NAME_ATTENTION, ONE_IS_GLOBAL, Profile, profile_named
 
 # architectures whose published pattern says 1 for a sliding layer
 ONE_IS_SLIDING = frozenset({"MiMoV2FlashForCausalLM"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -66,7 +66,7 @@ KINDS: Mapping[str, tuple[type[Op], ...]] = {
     "all_to_all": (MoeAllToAll,),
 }
 
-Emit = Callable[[Names, Names], Iterator[Op]]  # figures of a phase and of a layer to operators
+Emit = Callable[[Names, Names], Iterable[Op]]  # figures of a phase and of a layer to operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +153,9 @@ class PartBook:
             raise DataCorrupt(f"parts.yaml: {kind} {name} has no {', '.join(stray)}")
         code = record(made, {field: tree for field, tree in formulas.items() if field not in made}, when)
 
-        def emit(names: Names, at: Names) -> Iterator[Op]:
+        def emit(names: Names, at: Names) -> Iterable[Op]:
             arguments = value(code, names, at)
-            if arguments is not None:
-                yield operator(**arguments)
+            return () if arguments is None else (operator(**arguments),)
 
         return emit
 
@@ -170,9 +169,9 @@ def common_parts(context: bool) -> PartBook:
 def _let(row: Mapping[str, Any]) -> Emit:
     figures = [(name, compiled(formula)) for name, formula in row["let"].items()]
 
-    def emit(names: Names, at: Names) -> Iterator[Op]:
+    def emit(names: Names, at: Names) -> Iterable[Op]:
         for name, formula in figures:
             at[name] = value(formula, names, at)
-        return iter(())
+        return ()
 
     return emit

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from math import nan
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
@@ -84,15 +84,14 @@ class Op(ABC):
     keyed_by: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("int", "float"):
-                least = 1 if field.name in self.positive else 0
-                if not (isinstance(value, int | float) and least <= value < np.inf):
-                    where = f"{type(self).__name__}.{field.name}"
-                    raise InvalidField(where, f"must be a number of at least {least}, not {value!r}")
-            elif field.name == "quant" or field.name in MODES:
-                quant.mode(MODES.get(field.name, self.quants), value, field.name)
+        numbers, modes = _checked(type(self))
+        for name, least in numbers:
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and least <= value < np.inf):
+                where = f"{type(self).__name__}.{name}"
+                raise InvalidField(where, f"must be a number of at least {least}, not {value!r}")
+        for name, known in modes:
+            quant.mode(known, getattr(self, name), name)
 
     @cached_property
     def shape(self) -> tuple[Hashable, ...]:
@@ -158,6 +157,14 @@ class TokenOp(Op):
     def tokens(self, at: Points) -> F64:
         """Tokens of one GPU."""
         return np.ceil(np.floor(at.x / max(self.token_div, 1)) / max(self.seq_split, 1))
+
+
+@cache
+def _checked(kind: type[Op]) -> tuple[list[tuple[str, int]], list[tuple[str, Mapping[str, QuantMode]]]]:
+    """The fields that hold numbers, with the least of each, and those that name modes, with the known ones."""
+    numbers = [(each.name, int(each.name in kind.positive)) for each in fields(kind) if each.type in ("int", "float")]
+    named = [each.name for each in fields(kind) if each.name == "quant" or each.name in MODES]
+    return numbers, [(name, MODES.get(name, kind.quants)) for name in named]
 
 
 def evaluate_all(ops: Sequence[Op], db: Database, at: Points) -> dict[str, Answer]:
