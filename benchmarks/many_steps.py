@@ -92,7 +92,7 @@ def columns(client: Client, meter: Meter, rounds: int) -> Iterator[dict[str, Any
         for kind in ("prefill", "decode", "mixed"):
             asked = [steps(kind, rng) for _ in range(rounds)]
             yield {"what": f"{config.model} {kind}", **measured(client, meter, config, asked)}
-    asked = [DecodeStep(rng.integers(1, 257, POINTS), rng.integers(1, 8000, POINTS), 128) for _ in range(200)]
+    asked = [DecodeStep(rng.integers(1, 65, POINTS), rng.integers(1, 8000, POINTS), 128) for _ in range(200)]
     yield {"what": "sustained, measured decodes", **measured(client, meter, ENGINES[0], asked)}
 
 
