@@ -41,6 +41,7 @@ from perfcast_server.rpc import Method, Rpc
 from perfcast_server.searchers import Searchers
 from perfcast_server.settings import NotReady, Settings, SettingsError, address, require_guarded
 from perfcast_server.states import States
+from perfcast_server.tidy import Tidy
 
 log = logging.getLogger("perfcast.server")
 
@@ -89,6 +90,7 @@ class Server:
         self.metrics_port: int | None = None
         self.lanes = Lanes(settings, self.metrics)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tidy = Tidy()
         self._http: Any = None
         self.engines = Engines(settings, self.metrics, self.lanes, self._announce)
         self._gate = callers.gate(settings)
@@ -130,6 +132,7 @@ class Server:
         self._data = _data(predictor)
         await self.lifecycle.become(State.SERVING)
         self._run(self._refresh())
+        self._run(self._tidy.keep())
         seconds = round(time.perf_counter() - began, 3)
         log.info("ready", extra={"address": self.address, "metrics_port": self.metrics_port, "seconds": seconds})
 
@@ -165,6 +168,7 @@ class Server:
         self._searchers.renew()
         self._data = _data(predictor)
         self.metrics.reloads.inc()
+        self._tidy.due(renewed=True)
         log.info("data taken", extra={"version": self._data.version, "packs": self._data.packs})
         return self._data != old
 
@@ -247,6 +251,7 @@ class Server:
                 self._certificates.refresh()
 
     def _announce(self) -> None:
+        self._tidy.due()
         self._run(self.lifecycle.changed())
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

@@ -4,9 +4,9 @@
 
 Fails on an ended process, an unforeseen error in a log, a status INTERNAL, UNKNOWN, UNAVAILABLE, CANCELLED or one that
 has no ErrorInfo, a number that is not finite, or a hang: a request that takes a server more than HANG_S of processor
-time when it is asked again, alone, of a fresh server that keeps no answers. Whatever took longer than that on the clock
-is asked again. Not so the searches, which end after MAX_SEARCH_S in processes of their own, and the list of all models
-that are supported, which is made in a thread.
+time, and POINT_S for each point that it asks for, when it is asked again, alone, of a fresh server that keeps no
+answers. Whatever took longer than HANG_S on the clock is asked again. Not so the searches, which end after MAX_SEARCH_S
+in processes of their own, and the list of all models that are supported, which is made in a thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from tests.proof.memory import children
@@ -37,6 +37,7 @@ from tests.proof.requests import Rpc, made, rpcs
 from tests.server.running import Process, process
 
 HANG_S, PATIENCE_S, MAX_SEARCH_S = 1.0, 60.0, 2.0
+POINT_S = 10e-6
 AT_ONCE = 12  # requests of a sender under way
 BATCH = 2_000
 MAY_TAKE_LONG = ("/perfcast.v1.Search/Search", "/perfcast.v1.Search/Recommend", "/perfcast.v1.Catalog/ListSupport")
@@ -182,6 +183,18 @@ def processor_s(pid: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def points(rpc: Rpc, data: bytes) -> int:
+    """How many points a request asks for, as far as that is not told by its size: the samples of trajectories."""
+    try:
+        message: Any = rpc.request.FromString(data)
+        asked = message.decode_trajectory
+    except (AttributeError, DecodeError):
+        return 0
+    columns = (getattr(asked, name) for name in ("osl_tokens", "stride"))
+    lengths, strides = (column if isinstance(column, int) else max(column, default=0) for column in columns)
+    return int(lengths / max(1, strides or 32))
+
+
 def hangs(slow: list[tuple[float, str, list[bytes]]], most: int = 50) -> tuple[list[str], float]:
     """Those of the slow ones that take too much of a server that does nothing else; and the most that any takes."""
     by_path, longest, found = {rpc.path: rpc for rpc in rpcs()}, 0.0, []
@@ -197,7 +210,7 @@ def hangs(slow: list[tuple[float, str, list[bytes]]], most: int = 50) -> tuple[l
                 return processor_s(pid) - before
 
         for seconds, path, requests in sorted(slow, key=lambda entry: -entry[0])[:most]:
-            alone = asyncio.run(again(path, requests))
+            alone = asyncio.run(again(path, requests)) - POINT_S * sum(points(by_path[path], data) for data in requests)
             longest = max(longest, alone)
             if alone > HANG_S:
                 text = [data[:2000] for data in requests]
