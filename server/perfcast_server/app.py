@@ -41,7 +41,7 @@ from perfcast_server.rpc import Method, Rpc
 from perfcast_server.searchers import Searchers
 from perfcast_server.settings import NotReady, Settings, SettingsError, address, require_guarded
 from perfcast_server.states import States
-from perfcast_server.tidy import Tidy
+from perfcast_server.tidy import Tidy, settle
 
 log = logging.getLogger("perfcast.server")
 
@@ -317,6 +317,7 @@ def spare_collections() -> None:
 async def run(settings: Settings, on_ready: Callable[[Server], None] = lambda server: None) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     logs.configure(settings.log_level, settings.log_format)
+    settle()
     server = Server(settings)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,6 @@
-"""Memory that nothing uses any more goes back to the operating system soon, not only when it is short.
+"""How a process that serves holds its memory and shares the interpreter among its threads.
+
+Memory that nothing uses any more goes back to the operating system soon, not only when it is short.
 
 Engines and the data behind them refer to each other in circles of few objects and large arrays: Python's collector,
 which counts objects, finds them late. And what is freed in pieces by several threads the C library keeps for itself.
@@ -9,18 +11,32 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-from collections.abc import Callable
+import sys
+from typing import Any
 
 EVERY_S = 15.0
+SWITCH_S = 0.0005  # that a thread may keep the interpreter while the event loop waits for it; Python's 5 ms add up
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt
+KEPT_BYTES = 64 << 20  # at the end of the heap, for temporary arrays
+APART_BYTES = 4 << 20  # larger arrays lie apart: they take what is written to, and go back when they are let go of
 
 
-def _trim() -> Callable[[int], int] | None:
-    """The C library's own, where it has one."""
+def _library() -> Any:
+    """The C library, where it is one that can be told how to allocate."""
     try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
+        library = ctypes.CDLL(None)
+        return library if hasattr(library, "malloc_trim") and hasattr(library, "mallopt") else None
+    except (OSError, TypeError):
         return None
-    return found
+
+
+def settle() -> None:
+    """For a process that only serves, before it loads anything."""
+    sys.setswitchinterval(SWITCH_S)
+    library = _library()
+    if library is not None:
+        library.mallopt(MMAP_THRESHOLD, APART_BYTES)
+        library.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
 
 
 class Tidy:
@@ -30,7 +46,7 @@ class Tidy:
         self._every_s = every_s
         self._due = asyncio.Event()
         self._renewed = False
-        self._trim = _trim()
+        self._library = _library()
         self.times = 0
 
     def due(self, renewed: bool = False) -> None:
@@ -44,8 +60,8 @@ class Tidy:
             await asyncio.sleep(self._every_s)
             self._due.clear()
             self._collect()
-            if self._trim is not None:
-                await asyncio.to_thread(self._trim, 0)
+            if self._library is not None:
+                await asyncio.to_thread(self._library.malloc_trim, 0)
             self.times += 1
 
     def _collect(self) -> None:

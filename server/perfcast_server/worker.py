@@ -13,6 +13,7 @@ from perfcast_server.app import Server, spare_collections
 from perfcast_server.control import Answers, Gone, Peer, Refused
 from perfcast_server.data import CHECK_S, Data, DataRefused, Reloaded
 from perfcast_server.settings import NotReady, Settings, SettingsError
+from perfcast_server.tidy import settle
 from perfcast_server.totals import Snapshot, snapshot
 
 
@@ -39,6 +40,7 @@ class Worker:
         self._peer = peer = await Peer.over(end, answers)
         settings = Settings(**_values(await peer.ask("settings")))
         logs.configure(settings.log_level, settings.log_format)
+        settle()
         self._server = Server(settings, shared_port=True, reload=self._reload)
         try:
             await self._server.start()

@@ -23,7 +23,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from perfcast_client import Client, DecodeStep, DecodeTrajectory, EngineConfig, Prefill, calls, errors
+from perfcast_client import Client, DecodeStep, EngineConfig, Prefill, Static, Workload, calls, errors
 
 from benchmarks import echo
 from benchmarks.processes import server
@@ -31,7 +31,7 @@ from tests.server.running import process
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)]
-TRAJECTORY_TOKENS = 60_000  # takes a server tens of milliseconds
+ESTIMATE_TOKENS = 400  # generated one by one: takes a server tens of milliseconds
 PATIENCE_S = 60.0
 
 
@@ -123,16 +123,17 @@ def steps(handle: str) -> Iterator[bytes]:
         yield calls.predict_many(handle, DecodeStep(batch, 1 + n, 128), False, False, False).request.SerializeToString()
 
 
-def trajectory(handle: str) -> Iterator[bytes]:
+def estimate(handle: str) -> Iterator[bytes]:
     for n in itertools.count():
-        call = calls.predict(handle, DecodeTrajectory(1 + n % 256, 1000 + n // 256, TRAJECTORY_TOKENS, stride=1), False)
+        load = Workload(isl=1000 + n % 50_000, osl=ESTIMATE_TOKENS + n // 50_000)
+        call = calls.estimate(Static(engine=handle, batch=32, stride=1), load, None, 0.0, False, True)
         yield call.request.SerializeToString()
 
 
 WORK: Mapping[str, tuple[str, Callable[[str], Iterator[bytes]]]] = {
     "step": (calls.PREDICTION + "PredictStep", step),
     "steps": (calls.PREDICTION + "PredictSteps", steps),
-    "trajectory": (calls.PREDICTION + "PredictStep", trajectory),
+    "estimate": (calls.SERVING + "Estimate", estimate),
 }
 
 

@@ -2,10 +2,10 @@
 
     python -m tests.proof.overload [--seconds S] [--times N]
 
-The calls take tens of milliseconds each (a trajectory of 60,000 decode steps) and come at random. Fails if a process
-ends, if the p99 of the answered calls is more than SLOWER times that of a single caller alone, if a call fails
-otherwise than by LIMIT, if a refusal takes more than REFUSED_S, or if memory grows by more than GROWTH over the second
-half. Asked beside it, now and then: new single steps, which are never refused.
+The calls take tens of milliseconds each (estimates that price 400 decode steps one by one) and come at random. Fails if
+a process ends, if the p99 of the answered calls is more than SLOWER times that of a single caller alone, if a call
+fails otherwise than by LIMIT, if a refusal takes more than REFUSED_S, or if memory grows by more than GROWTH over the
+second half. Asked beside it, now and then: new single steps, which are never refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def flood(address: str, work: Iterator[bytes], steps: Iterator[bytes], rat
     made = grpc.aio.insecure_channel
     async with made(address, OPTIONS) as one, made(address, OPTIONS) as other:
         return await asyncio.gather(
-            opened(one.unary_unary(WORK["trajectory"][0]), work, rate, seconds),
+            opened(one.unary_unary(WORK["estimate"][0]), work, rate, seconds),
             opened(other.unary_unary(WORK["step"][0]), steps, STEPS_PER_S, seconds),
         )
 
@@ -66,9 +66,9 @@ def overload(seconds: float, times: float, *flags: str) -> tuple[list[str], dict
         address = served.address
         with Client(address) as client:
             handle = client.resolve(CONFIG).handle
-        path, made = WORK["trajectory"]
+        path, made = WORK["estimate"]
         asked, steps = made(handle), WORK["step"][1](handle)
-        on(address, path, partial(closed, requests=asked, callers=2, seconds=2))
+        on(address, path, partial(closed, requests=asked, callers=3, seconds=max(3, seconds / 10)))
         alone: Heard = on(address, path, partial(closed, requests=asked, callers=1, seconds=max(5, seconds / 5)))
         step_alone: Heard = on(address, WORK["step"][0], partial(closed, requests=steps, callers=1, seconds=2))
         capacity = on(address, path, partial(closed, requests=asked, callers=3, seconds=max(5, seconds / 5))).per_s
@@ -114,9 +114,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.proof.overload", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--times", type=float, default=10.0, help="of the capacity")
+    parser.add_argument("flags", nargs="*", help="of the server, after --")
     options = parser.parse_args()
     began = time.monotonic()
-    wrong, figures = overload(options.seconds, options.times)
+    wrong, figures = overload(options.seconds, options.times, *options.flags)
     print(json.dumps(figures, indent=2))
     for what in wrong:
         print(what)
