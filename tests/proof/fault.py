@@ -93,7 +93,23 @@ def restarted(rounds: int) -> Told:
     return crowd.told
 
 
-SCENARIOS: Mapping[str, Callable[[int], Told]] = {f.__name__: f for f in (killed, drained, replaced, restarted)}
+def reloaded(rounds: int) -> Told:
+    """SIGHUP: all workers take up their data anew."""
+    with process(*PATIENT, "--workers", "2") as served, Crowd(served.address, DEADLINE_S) as crowd:
+        for done in range(rounds):
+            crowd.until_asked(CALLS)
+            served.popen.send_signal(signal.SIGHUP)
+            eventually(partial(has_reloaded, served, done + 1))
+        crowd.until_asked(CALLS)
+    return crowd.told
+
+
+def has_reloaded(served: Process, times: int) -> bool:
+    return len(served.logged("data reloaded")) >= times
+
+
+ALL = (killed, drained, replaced, restarted, reloaded)
+SCENARIOS: Mapping[str, Callable[[int], Told]] = {scenario.__name__: scenario for scenario in ALL}
 
 
 def main() -> None:

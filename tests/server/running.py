@@ -34,7 +34,7 @@ class Running:
 
     def do(self, coroutine: Any) -> Any:
         """Run ``coroutine`` in the server's loop and wait for it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.server.metrics.registry.get_sample_value(name, labels) or 0.0

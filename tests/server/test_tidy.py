@@ -57,13 +57,15 @@ async def test_what_collections_pass_over_is_collected_once_it_was_renewed() -> 
         keeping.cancel()
 
 
-def test_a_server_tidies_up_after_a_reload() -> None:
+def test_a_server_tidies_up_after_it_took_new_data() -> None:
     config = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
     with running() as served, Client(served.address, deadline_s=60.0) as client:
         served.server._tidy._every_s = 0.0
         assert client.predict(config, Prefill(1, 128)).latency_ms > 0
         catalog = served.server.engines.predictor
         old = weakref.ref(catalog)
-        served.do(served.server.reload())
+        assert served.server._data is not None
+        served.do(served.server.prepare(served.server._data.version))
+        served.do(served.server.commit())
         del catalog
         eventually(lambda: old() is None)
