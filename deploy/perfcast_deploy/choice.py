@@ -13,13 +13,7 @@ from perfcast_engine.models.resolve import Engine
 from perfcast_engine.search.task import AGGREGATED, MODES, Experiment, SearchTask
 from perfcast_engine.serving.aggregated import prompt_to_compute
 from perfcast_engine.serving.disaggregated import Matching
-from perfcast_engine.serving.estimate import (
-    EngineLimits,
-    Estimate,
-    Pool,
-    estimate_aggregated,
-    estimate_disaggregated,
-)
+from perfcast_engine.serving.estimate import Estimate, Pool, estimate_aggregated, estimate_disaggregated
 from perfcast_engine.serving.workload import NO_TRANSFER, KvTransfer, Workload
 
 from perfcast_deploy.bundle import Bundle, generate
@@ -62,11 +56,9 @@ class Choice:
         if found.mode not in MODES or task.encode_pool:
             words = "no deployment files with encode workers or with attention and FFN apart; search without them"
             raise UnsupportedCombination("mode", words)
-        limits = EngineLimits(memory_fraction=task.memory_fraction, max_seq_len=task.max_seq_len)
-        decoding = replace(limits, accepted=task.accepted)
         replicas = int(row.get("replicas", (task.total_gpus or row["gpus"]) // row["gpus"]))
         if found.mode == AGGREGATED:
-            pool = Pool(worker=found.engines[row["engine"]], batch=int(row["batch"]), workers=1, limits=decoding)
+            pool = Pool(worker=found.engines[row["engine"]], batch=int(row["batch"]), workers=1, limits=task.limits)
             return cls(pools={"agg": pool}, load=task.load, ctx_tokens=int(row["ctx_tokens"]), replicas=replicas)
         pools = {
             role: Pool(
@@ -75,7 +67,7 @@ class Choice:
                 workers=int(row[f"{role}_workers"]),
                 limits=own,
             )
-            for role, own in (("prefill", limits), ("decode", decoding))
+            for role, own in (("prefill", replace(task.limits, accepted=0.0)), ("decode", task.limits))
         }
         shared: dict[str, Any] = {"matching": task.matching, "kv_transfer": task.kv_transfer}
         return cls(pools=pools, load=task.load, replicas=replicas, **shared)
