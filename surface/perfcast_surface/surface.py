@@ -240,7 +240,7 @@ class StepSurface:
         return in_bands(self.mixed_many, ctx_tokens, gen_requests, isl, osl, prefix)
 
     def mixed_one(self, ctx_tokens: int, gen_requests: int, isl: int, osl: int, prefix: int = 0) -> float:
-        if ctx_tokens < 0 or gen_requests < 0 or osl < 0 or not 0 <= prefix < isl or not (ctx_tokens or gen_requests):
+        if ctx_tokens < 0 or gen_requests < 0 or osl < 1 or not 0 <= prefix < isl or not (ctx_tokens or gen_requests):
             return nan
         flat, cached, rows, upper, upper_weight, lower, lower_weight, decodes, length = self.rules.mixed(
             ctx_tokens, gen_requests, isl, osl, prefix, NUMBERS
@@ -258,8 +258,8 @@ class StepSurface:
         fresh = isl - cached
         tokens, requests = _least(ctx_tokens), _least(gen_requests)
         busy = tokens + requests > 0 or _least(ctx_tokens + gen_requests) > 0
-        if min(tokens, requests, _least(osl), _least(prefix)) < 0 or _least(fresh) < 1 or not busy:
-            good = (ctx_tokens >= 0) & (gen_requests >= 0) & (osl >= 0) & (prefix >= 0) & (fresh > 0)
+        if min(tokens, requests, _least(osl) - 1, _least(prefix)) < 0 or _least(fresh) < 1 or not busy:
+            good = (ctx_tokens >= 0) & (gen_requests >= 0) & (osl >= 1) & (prefix >= 0) & (fresh > 0)
             good = good & (ctx_tokens + gen_requests > 0)
             return _where(good, self.mixed_many, ctx_tokens, gen_requests, isl, osl, prefix)
         plan = MixedPlan(*self.rules.mixed(ctx_tokens, gen_requests, isl, osl, cached, ARRAYS))

@@ -104,6 +104,9 @@ def test_beyond_it_the_server_is_asked(client: Client) -> None:
     assert surface.predict_ms(uneven) == client.predict(CONFIG, uneven).latency_ms
     with pytest.raises(errors.InvalidRequest, match="isl_tokens"):
         surface.prefill(1, 0)
+    for osl in (0, np.array([0, 9])):
+        with pytest.raises(errors.InvalidRequest, match="osl_tokens"):
+            surface.mixed(2048, 32, 4096, osl)
 
 
 def test_beyond_it_without_a_server_is_an_error_of_its_own(client: Client) -> None:
