@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,16 @@ FLAGS = (
     "--remote-debugging-pipe",
     "--disable-dev-shm-usage",
 )
+AS_3_AND_4 = """
+import os, sys
+for place, number in zip(sys.argv[1:3], (3, 4)):
+    os.dup2(int(place), number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+class BrowserEnded(Exception):
+    """The browser closed its end of the pipe."""
 
 
 class Page:
@@ -28,7 +39,7 @@ class Page:
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self.problems: list[str] = []
         self.requests: list[str] = []
-        self._to, self._from = to_browser, os.fdopen(from_browser, "rb", buffering=0)
+        self.to_browser, self._from = to_browser, os.fdopen(from_browser, "rb", buffering=0)
         self._number, self._left = 0, b""
         self._session = ""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -41,7 +52,7 @@ class Page:
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
-        os.write(self._to, json.dumps(message).encode() + b"\0")
+        os.write(self.to_browser, json.dumps(message).encode() + b"\0")
         while True:
             told = self._next()
             if told.get("id") == self._number:
@@ -51,7 +62,8 @@ class Page:
     def _next(self) -> Any:
         while b"\0" not in self._left:
             data = self._from.read(1 << 16)
-            assert data, "the browser has ended"
+            if not data:
+                raise BrowserEnded
             self._left += data
         line, self._left = self._left.split(b"\0", 1)
         told = json.loads(line)
@@ -82,26 +94,35 @@ class Page:
 @contextmanager
 def page(profile: Path) -> Iterator[Page]:
     """A page of a browser of its own, with its files under ``profile``."""
+    browser, opened = _started(profile)
+    try:
+        yield opened
+    finally:
+        _end(browser, opened.to_browser)
+
+
+def _started(profile: Path, tries: int = 3) -> tuple[subprocess.Popen[bytes], Page]:
+    """A browser and its page; one that ends before it has answered anything is started again."""
     pipes = [os.pipe(), os.pipe()]
     ours, theirs = (pipes[0][1], pipes[1][0]), [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (pipes[0][0], pipes[1][1])]
-    for fd in (pipes[0][0], pipes[1][1]):
-        os.close(fd)
-
-    def as_3_and_4() -> None:
-        for fd, number in zip(theirs, (3, 4), strict=True):
-            os.dup2(fd, number)
-
+    # the pipes are moved by a process of its own: code run between fork and exec meets gRPC's threads
     browser = subprocess.Popen(
-        [CHROMIUM, *FLAGS, f"--user-data-dir={profile}"],
-        preexec_fn=as_3_and_4,
-        pass_fds=(3, 4),
+        [sys.executable, "-c", AS_3_AND_4, *map(str, theirs), CHROMIUM, *FLAGS, f"--user-data-dir={profile}"],
+        pass_fds=theirs,
         stderr=subprocess.DEVNULL,
     )
-    for fd in theirs:
+    for fd in (pipes[0][0], pipes[1][1], *theirs):
         os.close(fd)
     try:
-        yield Page(*ours)
-    finally:
-        os.close(ours[0])
-        browser.terminate()
-        browser.wait(10)
+        return browser, Page(*ours)
+    except (BrokenPipeError, BrowserEnded):
+        _end(browser, ours[0])
+        if tries == 1:
+            raise
+    return _started(profile, tries - 1)
+
+
+def _end(browser: subprocess.Popen[bytes], to_browser: int) -> None:
+    os.close(to_browser)
+    browser.terminate()
+    browser.wait(60)
