@@ -1,4 +1,4 @@
-"""The event loop of server processes: uvloop where there is a build of it, which takes a fifth off a call."""
+"""The event loop of server processes: uvloop where there is a build of it, which takes less CPU a call."""
 
 from __future__ import annotations
 

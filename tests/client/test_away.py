@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
@@ -15,6 +14,8 @@ import pytest
 from perfcast.v1 import catalog_pb2, prediction_pb2
 from perfcast_client import AsyncClient, Client, DecodeStep, EngineConfig, Prefill, errors
 from perfcast_client.patience import FIRST_PAUSE_S, LONGEST_PAUSE_S, Patience
+
+from tests.client.stand_in import standing_in
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 UNARY, STREAM = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
@@ -26,20 +27,9 @@ def info(_: bytes, context: grpc.ServicerContext) -> bytes:
     return catalog_pb2.GetServerInfoResponse(version="9", api_revision=99).SerializeToString()
 
 
-@contextmanager
-def answering(method: str, handler: Any) -> Iterator[str]:
+def answering(method: str, handler: grpc.RpcMethodHandler) -> AbstractContextManager[str]:
     """A server of the current contract with one RPC of Prediction that behaves as is wanted here."""
-    server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.max_receive_message_length", 32 << 20)])
-    services = {"Catalog": {"GetServerInfo": UNARY(info)}, "Prediction": {method: handler}}
-    server.add_generic_rpc_handlers(
-        tuple(grpc.method_handlers_generic_handler(f"perfcast.v1.{name}", told) for name, told in services.items())
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.stop(None).wait()
+    return standing_in({"perfcast.v1.Catalog/GetServerInfo": UNARY(info), f"perfcast.v1.Prediction/{method}": handler})
 
 
 def test_patience_waits_longer_each_time_and_never_past_the_deadline() -> None:

@@ -6,8 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
@@ -16,6 +15,7 @@ import pytest
 from perfcast.v1 import catalog_pb2
 from perfcast_client import AsyncClient, Client, DecodeStep, EngineConfig, Mixed, Prefill, bearer, calls, errors
 
+from tests.client.stand_in import standing_in
 from tests.server.running import Running
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
@@ -27,19 +27,9 @@ def client(served: Running) -> Iterator[Client]:
         yield client
 
 
-@contextmanager
-def answering(method: str, answer: Callable[[bytes, grpc.ServicerContext], bytes]) -> Iterator[str]:
-    """A server of one method, for behaviour that the real one does not have."""
-    service, _, name = method.partition("/")
-    server = grpc.server(ThreadPoolExecutor(2))
-    handler = grpc.unary_unary_rpc_method_handler(answer)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.stop(None).wait()
+def answering(method: str, answer: Callable[[bytes, grpc.ServicerContext], bytes]) -> AbstractContextManager[str]:
+    """A server of one method."""
+    return standing_in({method: grpc.unary_unary_rpc_method_handler(answer)})
 
 
 def test_the_catalog(client: Client) -> None:
