@@ -6,6 +6,7 @@ COPY protos protos
 COPY surface surface
 COPY systems systems
 COPY engine engine
+COPY planning planning
 COPY server server
 COPY client client
 COPY cli cli

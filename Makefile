@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-ROOMS := engine/perfcast_engine server/perfcast_server client/perfcast_client cli/perfcast_cli \
+ROOMS := engine/perfcast_engine planning/perfcast_planning server/perfcast_server client/perfcast_client cli/perfcast_cli \
          systems/perfcast_systems surface/perfcast_surface deploy/perfcast_deploy
 BUF := .cache/buf/node_modules/.bin/buf
 

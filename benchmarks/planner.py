@@ -22,9 +22,9 @@ from perfcast_client import Client, EngineConfig, calibration, planner
 from perfcast_client.planner_types import RankLoad, RankPass, Scenario, TickGroup, WorkerLoad
 from perfcast_engine import EngineConfig as OwnConfig
 from perfcast_engine import ParallelConfig, Predictor
-from perfcast_engine.planner import capacity as own
-from perfcast_engine.planner.engine_work import EngineLimits, EngineRole
-from perfcast_engine.planner.pass_model import PassModel
+from perfcast_planning.planner import capacity as own
+from perfcast_planning.planner.engine_work import EngineLimits, EngineRole
+from perfcast_planning.planner.pass_model import PassModel
 
 from benchmarks.processes import Peer, server
 

@@ -19,11 +19,13 @@ from typing import Any
 
 from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.predictor import Predictor
-from perfcast_engine.search.task import SearchTask
-from perfcast_engine.serving.aggregated import aggregated
-from perfcast_engine.serving.worker import worker_of
-from perfcast_engine.serving.workload import Targets, Workload
-from perfcast_engine.shared import Shared
+from perfcast_planning.search.search import search
+from perfcast_planning.search.shared import Shared
+from perfcast_planning.search.task import SearchTask
+from perfcast_planning.search.workshop import TableWorkshop
+from perfcast_planning.serving.aggregated import aggregated
+from perfcast_planning.serving.worker import worker_of
+from perfcast_planning.serving.workload import Targets, Workload
 
 from benchmarks.processes import Peer
 
@@ -63,7 +65,7 @@ def searches(predictor: Predictor) -> list[Arm]:
 
 def searched(predictor: Predictor, task: SearchTask) -> Callable[[], float]:
     def run() -> float:
-        (found,) = predictor.search(task).experiments
+        (found,) = search(task, TableWorkshop(predictor)).experiments
         return float(found.rows["tokens_per_s_per_gpu"].max())
 
     return run
@@ -78,7 +80,7 @@ def estimate(predictor: Predictor) -> Arm:
     fields |= {"isl": LOAD.isl, "osl": LOAD.osl, "prefix": LOAD.prefix, "batch_size": 16, "tp_size": 4}
 
     def run() -> float:
-        worker = worker_of(predictor.engine(replace(config)).resolved, Shared())
+        worker = worker_of(predictor.engine(replace(config), phase_of=Shared().phase))
         return float(aggregated(worker, LOAD, 16, LOAD.isl).rows["ttft_ms"][0])
 
     return Arm("estimate", run, ("estimate", fields))

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from perfcast_engine import EngineConfig, MoeComm, ParallelConfig, Predictor, QuantOverrides
 from perfcast_engine.errors import EngineError
-from perfcast_engine.serving.estimate import estimate_aggregated
-from perfcast_engine.serving.worker import Worker, worker_of
-from perfcast_engine.serving.workload import Workload
+from perfcast_planning.serving.estimate import estimate_aggregated
+from perfcast_planning.serving.worker import Worker, worker_of
+from perfcast_planning.serving.workload import Workload
 
 Row = dict[str, str]
 SIZES = {"tp": "c_tp", "attn_dp": "c_dp", "moe_tp": "c_moe_tp", "moe_ep": "c_moe_ep"}
@@ -63,7 +63,7 @@ def main() -> None:
 
     @cache
     def worker(of: EngineConfig) -> Worker:
-        return worker_of(predictor.engine(of).resolved)
+        return worker_of(predictor.engine(of))
 
     with options.reference.open() as file:
         answered = {row["id"]: row["ref_how"] for row in csv.DictReader(file)}

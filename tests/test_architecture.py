@@ -14,6 +14,7 @@ ROOMS = {
     "surface": "perfcast_surface",
     "systems": "perfcast_systems",
     "engine": "perfcast_engine",
+    "planning": "perfcast_planning",
     "server": "perfcast_server",
     "client": "perfcast_client",
     "deploy": "perfcast_deploy",
@@ -24,20 +25,24 @@ MAY_IMPORT = {
     "surface": set(),
     "systems": set(),
     "engine": {"surface", "systems"},
-    "server": {"engine", "surface", "protos", "deploy"},
+    "planning": {"engine"},
+    "server": {"engine", "planning", "surface", "protos", "deploy"},
     "client": {"surface", "protos"},
-    "deploy": {"engine"},
-    "cli": {"surface", "protos", "systems", "engine", "server", "client", "deploy"},
+    "deploy": {"engine", "planning"},
+    "cli": {"surface", "protos", "systems", "engine", "planning", "server", "client", "deploy"},
 }
 # What a planner's environment gets with the client: nothing that is not a base dependency.
 CLIENT_NEEDS = {"grpc", "google", "numpy"}
-# The engine from the ground up; a module imports only what stands before it.
-FLOORS = (
-    "errors", "data", "quant", "system", "answer", "profiles", "interp", "tables", "ops", "backends", "models.spec",
-    "config", "models", "origin",
-    "token_table", "step_result", "phase", "quick", "step", "whole_pass", "compiled", "memory", "serving", "search",
-    "predictor", "coverage", "planner",
-)  # fmt: skip
+# From the ground up; a module imports only what stands before it.
+FLOORS = {
+    "engine": (
+        "errors", "data", "quant", "system", "answer", "profiles", "interp", "tables", "ops", "backends", "models.spec",
+        "config", "models", "origin",
+        "token_table", "step_result", "phase", "quick", "step", "whole_pass", "compiled", "memory", "predictor",
+        "coverage",
+    ),
+    "planning": ("serving", "search", "planner"),
+}  # fmt: skip
 MAX_LINES, MAX_ENGINE_LINES = 500, 9_000
 
 
@@ -71,27 +76,29 @@ def test_the_client_needs_the_base_dependencies_only() -> None:
             assert name.split(".")[0] in allowed, f"{path.relative_to(ROOT)} imports {name}"
 
 
-def test_the_engine_knows_no_grpc_and_no_clock() -> None:
-    for path in sources("engine"):
+@pytest.mark.parametrize("room", ["engine", "planning"])
+def test_the_physics_knows_no_grpc_and_no_clock(room: str) -> None:
+    for path in sources(room):
         for name in imported(path):
             assert name.split(".")[0] not in {"grpc", "google", "time", "asyncio", "logging"}, f"{path} imports {name}"
 
 
-def floor(parts: tuple[str, ...]) -> int | None:
-    """The floor of a module, given as its path inside the engine."""
+def floor(floors: tuple[str, ...], parts: tuple[str, ...]) -> int | None:
+    """The floor of a module, given as its path inside the package."""
     for name in (".".join(parts[:2]), parts[0]):
-        if name in FLOORS:
-            return FLOORS.index(name)
+        if name in floors:
+            return floors.index(name)
     return None
 
 
-def test_the_engine_imports_downwards() -> None:
-    package = ROOT / "engine" / "perfcast_engine"
-    for path in sources("engine"):
-        own = floor(path.relative_to(package).with_suffix("").parts)
+@pytest.mark.parametrize(("room", "floors"), FLOORS.items())
+def test_a_room_of_floors_imports_downwards(room: str, floors: tuple[str, ...]) -> None:
+    package = ROOT / room / ROOMS[room]
+    for path in sources(room):
+        own = floor(floors, path.relative_to(package).with_suffix("").parts)
         for name in imported(path):
             parts = tuple(name.split("."))
-            other = floor(parts[1:]) if parts[0] == "perfcast_engine" and len(parts) > 1 else None
+            other = floor(floors, parts[1:]) if parts[0] == ROOMS[room] and len(parts) > 1 else None
             if own is not None and other is not None:
                 assert other <= own, f"{path.relative_to(ROOT)} imports {name} from a floor above"
 

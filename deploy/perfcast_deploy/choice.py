@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from perfcast_engine.errors import UnsupportedCombination
 from perfcast_engine.models.resolve import Engine
-from perfcast_engine.search.task import AGGREGATED, MODES, Experiment, SearchTask
-from perfcast_engine.serving.aggregated import prompt_to_compute
-from perfcast_engine.serving.disaggregated import Matching
-from perfcast_engine.serving.estimate import Estimate, Pool, estimate_aggregated, estimate_disaggregated
-from perfcast_engine.serving.workload import NO_TRANSFER, KvTransfer, Workload
+from perfcast_planning.search.task import AGGREGATED, MODES, Experiment, SearchTask
+from perfcast_planning.serving.aggregated import prompt_to_compute
+from perfcast_planning.serving.disaggregated import Matching
+from perfcast_planning.serving.estimate import Estimate, Pool, estimate_aggregated, estimate_disaggregated
+from perfcast_planning.serving.workload import NO_TRANSFER, KvTransfer, Workload
 
 from perfcast_deploy.bundle import Bundle, generate
 from perfcast_deploy.deployment import Deployment, Facts, Predicted, Role
@@ -214,7 +214,7 @@ class Choice:
 
 def _engine(pool: Pool) -> Engine:
     assert pool.worker.engine is not None, "an engine made of tables"
-    return pool.worker.engine
+    return pool.worker.engine.resolved
 
 
 def _experts(role: str, engine: Engine) -> dict[str, str]:

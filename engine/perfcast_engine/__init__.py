@@ -1,4 +1,4 @@
-"""The physics of LLM serving steps and the search over configurations, as a plain numpy library."""
+"""The physics of LLM serving steps, as a plain numpy library."""
 
 from perfcast_engine.config import EngineConfig, MoeComm, ParallelConfig, QuantOverrides
 from perfcast_engine.predictor import Engine, Predictor

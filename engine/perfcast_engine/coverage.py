@@ -280,7 +280,7 @@ def smallest(predictor: Predictor, config: EngineConfig) -> list[Engine]:
         for parallel in mappings(gpus, system.gpus_per_node, is_moe(spec)):
             try:
                 engine = predictor.engine(replace(config, parallel=parallel))
-                fits = engine.worker.memory.largest_batch(*LEAST_LOAD, limit=1) > 0
+                fits = engine.memory.largest_batch(*LEAST_LOAD, limit=1) > 0
             except EngineError as error:
                 refused = refused or error
                 continue

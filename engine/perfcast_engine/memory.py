@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perfcast_engine.answer import F64, Mask
-from perfcast_engine.backends import GIB, KV_TOLERANCE, WORKSPACE_FAMILIES, Backend
+from perfcast_engine.backends import GIB, KV_TOLERANCE, WORKSPACE_FAMILIES, Backend, backend_named
 from perfcast_engine.config import ParallelConfig
 from perfcast_engine.errors import InvalidField, OutOfMemory, UnsupportedCombination
+from perfcast_engine.models.resolve import Engine
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.system import SystemSpec
 
@@ -306,3 +307,28 @@ def naive_kv_capacity(
     budget = max(capacity_bytes - weights, 0) * reservation
     held = {"weights": float(weights)}
     return KvCapacity.of("naive", capacity_bytes, held, budget, per_token, lambda n: int(n // per_token), tolerance)
+
+
+def memory_of(engine: Engine) -> MemoryModel:
+    """What one GPU of a resolved engine holds."""
+    plan, db = engine.plan, engine.db
+    d = plan.deployment
+    spec = d.spec
+    return MemoryModel(
+        system=db.system,
+        backend=backend_named(db.backend),
+        version=db.version,
+        family=spec.family,
+        attention_width=plan.activation_width,
+        hidden=spec.hidden,
+        experts=spec.moe.experts,
+        topk=spec.moe.topk,
+        tp=d.tp,
+        pp=d.parallel.pp,
+        dp=d.parallel.attn_dp,
+        moe_ep=d.moe_ep,
+        nextn=d.nextn,
+        weight_bytes=plan.weight_bytes,
+        kv_bytes=plan.kv.bytes,
+        kv_tokens=lambda budget: plan.kv.tokens(budget, spec.ctx),
+    )

@@ -100,6 +100,9 @@ class Phase:
         return attempt(lambda at: self.evaluate(op, self.db, at), at)
 
 
+PhaseMaker = Callable[[tuple[Op, ...], Database, bool, bool], Phase]
+
+
 def _looked_up(table: CountTable, x: F64) -> StepResult:
     try:
         column = table(x)

@@ -11,22 +11,20 @@ print(engine.steps.prefill(batch=1, isl=4000).ms)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from perfcast_engine.config import EngineConfig, ParallelConfig
+from perfcast_engine.memory import MemoryModel, memory_of
+from perfcast_engine.models.build import ModelPlan
 from perfcast_engine.models.quantization import QuantModes
 from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.resolve import Engine as Resolved
 from perfcast_engine.models.resolve import resolve
 from perfcast_engine.models.spec import ModelSpec
-from perfcast_engine.search.recommend import recommend
-from perfcast_engine.search.search import search
-from perfcast_engine.search.task import Progress, SearchResult, SearchTask
-from perfcast_engine.search.workshop import TableWorkshop
-from perfcast_engine.serving.worker import Worker, worker_of
+from perfcast_engine.phase import Phase, PhaseMaker
 from perfcast_engine.step import StepModel
 from perfcast_engine.tables.catalog import Catalog
 from perfcast_engine.tables.database import Mode
@@ -34,10 +32,11 @@ from perfcast_engine.tables.database import Mode
 
 @dataclass(frozen=True)
 class Engine:
-    """One serving engine, every question answered: its steps can be asked, its facts read."""
+    """One serving engine, every question answered: its steps and its memory can be asked, its facts read."""
 
     resolved: Resolved
-    data_version: str
+    catalog: Catalog = field(compare=False, repr=False)
+    phase_of: PhaseMaker = field(default=Phase, compare=False, repr=False)
 
     @cached_property
     def config(self) -> EngineConfig:
@@ -46,18 +45,28 @@ class Engine:
         return replace(resolved.config, version=resolved.db.version, parallel=resolved.parallel, nextn=resolved.nextn)
 
     @cached_property
+    def data_version(self) -> str:
+        """Digest of the system's figures, and of the pack where it answers."""
+        db = self.resolved.db
+        digest = hashlib.sha256(repr(db.system).encode())
+        if db.mode is not Mode.SOL:
+            digest.update(self.catalog.pack(db.system.name, db.backend, db.version).digest.encode())
+        return digest.hexdigest()[:16]
+
+    @cached_property
     def handle(self) -> str:
         """Content hash of the configuration and the data behind it, the same on every replica."""
         return hashlib.sha256(f"{self.config.handle} {self.data_version}".encode()).hexdigest()[:32]
 
     @cached_property
-    def worker(self) -> Worker:
-        """This engine as the serving models see it: its steps, its memory, its GPUs."""
-        return worker_of(self.resolved)
-
-    @property
     def steps(self) -> StepModel:
-        return self.worker.step
+        plan = self.resolved.plan
+        d = plan.deployment
+        return StepModel(plan.context, plan.generation, self.resolved.db, d.nextn, d.profile, self.phase_of)
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        return memory_of(self.resolved)
 
     @property
     def model(self) -> ModelSpec:
@@ -95,37 +104,15 @@ class Predictor:
         self.catalog = Catalog([Path(root) for root in roots])
         self.registry = Registry.load()
 
-    def engine(self, config: EngineConfig) -> Engine:
-        """The engine that ``config`` describes.
+    def engine(
+        self,
+        config: EngineConfig,
+        *,
+        plans: dict[Hashable, ModelPlan] | None = None,
+        phase_of: PhaseMaker = Phase,
+    ) -> Engine:
+        """The engine that ``config`` describes. ``plans``, ``phase_of``: what the engines of one search share.
 
         Raises UnknownName, InvalidField, UnsupportedCombination, PerfDataMissing, DataCorrupt.
         """
-        return self.facade(resolve(config, self.catalog, self.registry))
-
-    def facade(self, resolved: Resolved) -> Engine:
-        """An engine that a search has resolved."""
-        return Engine(resolved, self._data_version(resolved))
-
-    def search(
-        self,
-        task: SearchTask,
-        progress: Callable[[Progress], None] = lambda _: None,
-    ) -> SearchResult:
-        """The best deployments; see ``perfcast_engine.search.search``."""
-        return search(task, TableWorkshop(self.catalog, self.registry), progress)
-
-    def recommend(
-        self,
-        task: SearchTask,
-        progress: Callable[[Progress], None] = lambda _: None,
-    ) -> SearchResult:
-        """The fewest GPUs for a load; see ``perfcast_engine.search.recommend``."""
-        return recommend(task, TableWorkshop(self.catalog, self.registry), progress)
-
-    def _data_version(self, resolved: Resolved) -> str:
-        """Digest of the system's figures, and of the pack where it answers."""
-        db = resolved.db
-        digest = hashlib.sha256(repr(db.system).encode())
-        if db.mode is not Mode.SOL:
-            digest.update(self.catalog.pack(db.system.name, db.backend, db.version).digest.encode())
-        return digest.hexdigest()[:16]
+        return Engine(resolve(config, self.catalog, self.registry, plans), self.catalog, phase_of)

@@ -17,7 +17,7 @@ from perfcast_surface.surface import Counts, PhaseSurface, StepSurface, in_bands
 from perfcast_engine.answer import F64, Mask, Points
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.ops.base import Op
-from perfcast_engine.phase import Phase
+from perfcast_engine.phase import Phase, PhaseMaker
 from perfcast_engine.profiles import (
     ATTENTION_BY_ROLE,
     CORRECTED,
@@ -27,7 +27,6 @@ from perfcast_engine.profiles import (
     Profile,
 )
 from perfcast_engine.quick import QuickStep, QuickSteps
-from perfcast_engine.shared import Shared
 from perfcast_engine.step_result import StepResult, blanked, gathered, joined
 from perfcast_engine.tables.database import Database
 
@@ -79,8 +78,8 @@ class StepModel:
     """The steps of one engine: operator lists of prefill and decode against one database.
 
     ``nextn``: speculative draft depth; decode steps carry nextn + 1 query tokens per request. ``profile`` says which
-    faults of the reference's mixed steps are reproduced. ``shared``: what the engines of one search
-    have in common.
+    faults of the reference's mixed steps are reproduced. ``phase_of`` makes the phases; the engines of a search
+    share them.
     """
 
     context: tuple[Op, ...]
@@ -88,7 +87,7 @@ class StepModel:
     db: Database
     nextn: int = 0
     profile: Profile = CORRECTED
-    shared: Shared | None = field(default=None, compare=False)
+    phase_of: PhaseMaker = field(default=Phase, compare=False)
 
     @cached_property
     def rules(self) -> StepRules:
@@ -108,10 +107,7 @@ class StepModel:
         return self._phase(self.generation, logits_apart=False)
 
     def _phase(self, ops: tuple[Op, ...], logits_apart: bool) -> Phase:
-        split = self.profile[ATTENTION_BY_ROLE]
-        if self.shared is None:
-            return Phase(ops, self.db, logits_apart, split)
-        return self.shared.phase(ops, self.db, logits_apart, split)
+        return self.phase_of(ops, self.db, logits_apart, self.profile[ATTENTION_BY_ROLE])
 
     @property
     def nbytes(self) -> int:

@@ -15,8 +15,10 @@ from perfcast_deploy.describe import TARGETS
 from perfcast_engine.config import EngineConfig
 from perfcast_engine.errors import UnsupportedCombination
 from perfcast_engine.predictor import Predictor
-from perfcast_engine.search.task import DISAGGREGATED, SearchTask
-from perfcast_engine.serving.workload import Targets, Workload
+from perfcast_planning.search.search import search
+from perfcast_planning.search.task import DISAGGREGATED, SearchTask
+from perfcast_planning.search.workshop import TableWorkshop
+from perfcast_planning.serving.workload import Targets, Workload
 
 HERE = Path(__file__).parent
 TPOT_MS = {"trtllm": 10.0, "vllm": 20.0, "sglang": 10.0}  # no vLLM deployment reaches 10 ms in the tables shipped
@@ -31,7 +33,7 @@ def chosen(predictor: Predictor, backend: str) -> Choice:
         total_gpus=32,
         modes=(DISAGGREGATED,),
     )
-    (found,) = predictor.search(task).experiments
+    (found,) = search(task, TableWorkshop(predictor)).experiments
     assert found.eligible
     return Choice.of_row(found, task, found.pick.rows.row(0))
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from perfcast.v1 import search_pb2, serving_pb2
 from perfcast_engine.errors import InvalidField
-from perfcast_engine.search.match import Replica
-from perfcast_engine.search.space import Space
-from perfcast_engine.serving.afd import Topology
-from perfcast_engine.serving.disaggregated import USUAL_MATCHING, Matching
-from perfcast_engine.serving.workload import EngineLimits, Images, KvTransfer, Targets, Workload
+from perfcast_planning.search.match import Replica
+from perfcast_planning.search.space import Space
+from perfcast_planning.serving.afd import Topology
+from perfcast_planning.serving.disaggregated import USUAL_MATCHING, Matching
+from perfcast_planning.serving.workload import EngineLimits, Images, KvTransfer, Targets, Workload
 
 from perfcast_server.errors import ServiceError, invalid
 from perfcast_server.settings import Settings

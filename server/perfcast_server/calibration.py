@@ -9,8 +9,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 from perfcast.v1 import calibration_pb2, planner_pb2
-from perfcast_engine.planner.pass_model import PassModel
-from perfcast_engine.planner.telemetry import Kind
+from perfcast_planning.planner.pass_model import PassModel
+from perfcast_planning.planner.telemetry import Kind
 
 from perfcast_server import learned, loads
 from perfcast_server.engines import Engines, Ready

@@ -16,8 +16,9 @@ from perfcast_deploy.deployment import Cluster, Deployment
 from perfcast_deploy.describe import TARGETS, engines
 from perfcast_deploy.policy import POLICIES
 from perfcast_engine.errors import EngineError
-from perfcast_engine.serving.estimate import Pool
 from perfcast_engine.step import DEFAULT_STRIDE
+from perfcast_planning.serving.estimate import Pool
+from perfcast_planning.serving.worker import worker_of
 
 from perfcast_server import asked, wire
 from perfcast_server.asked import count
@@ -100,7 +101,7 @@ class Deploy:
                 raise invalid(f"{path}.latency_correction", "is for estimates; nothing deployed is corrected")
             workers = 1 if role == "agg" else count(part.workers_total, f"{path}.workers_total", 1, most=MAX_COPIES)
             pools[role] = Pool(
-                worker=ready[role].engine.worker,
+                worker=worker_of(ready[role].engine),
                 batch=count(part.batch_per_rank, f"{path}.batch_per_rank"),
                 workers=workers,
                 limits=asked.limits(request.limits, 0.0 if role == "prefill" else request.nextn_accepted),

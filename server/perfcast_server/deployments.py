@@ -10,10 +10,9 @@ import numpy as np
 from perfcast.v1 import common_pb2, serving_pb2
 from perfcast_engine.backends import GIB
 from perfcast_engine.memory import Footprint
-from perfcast_engine.predictor import Engine
-from perfcast_engine.serving.estimate import Fit
-from perfcast_engine.serving.worker import Worker
-from perfcast_engine.serving.workload import Workload
+from perfcast_planning.serving.estimate import Fit
+from perfcast_planning.serving.worker import Worker
+from perfcast_planning.serving.workload import Workload
 
 from perfcast_server import wire
 
@@ -39,11 +38,11 @@ ITERATIONS = tuple(field.name for field in serving_pb2.Iterations.DESCRIPTOR.fie
 class Deployed:
     """The engines of one answer, each told once, and the deployments on them.
 
-    ``engine_of`` gives the engine of a worker and the configuration that was asked for.
+    ``asked_of`` gives the configuration that was asked for a worker.
     """
 
-    def __init__(self, engine_of: Callable[[Worker], tuple[Engine, common_pb2.EngineConfig]], load: Workload) -> None:
-        self._engine_of = engine_of
+    def __init__(self, asked_of: Callable[[Worker], common_pb2.EngineConfig], load: Workload) -> None:
+        self._asked_of = asked_of
         self._load = load
         self._indices: dict[int, int] = {}
         self.engines: list[serving_pb2.DeployedEngine] = []
@@ -53,7 +52,7 @@ class Deployed:
         known = self._indices.get(id(worker))
         if known is None:
             known = self._indices[id(worker)] = len(self.engines)
-            self.engines.append(engine_message(*self._engine_of(worker)))
+            self.engines.append(engine_message(worker, self._asked_of(worker)))
         return known
 
     def message(self, row: Mapping[str, Any], mode: Any, workers: Mapping[str, Worker]) -> serving_pb2.Deployment:
@@ -112,8 +111,10 @@ class Deployed:
         return float(weights + activations[0]) / GIB
 
 
-def engine_message(engine: Engine, original: common_pb2.EngineConfig) -> serving_pb2.DeployedEngine:
-    modes, worker = engine.modes, engine.worker
+def engine_message(worker: Worker, original: common_pb2.EngineConfig) -> serving_pb2.DeployedEngine:
+    engine = worker.engine
+    assert engine is not None, "an engine made of tables"
+    modes = engine.modes
     return serving_pb2.DeployedEngine(
         stamp=wire.stamp(engine),
         config=wire.config_message(engine.config, original),

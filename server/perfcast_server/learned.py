@@ -7,10 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from perfcast.v1 import calibration_pb2
-from perfcast_engine.planner.pass_model import LearningOptions, PassModel
-from perfcast_engine.planner.samples import Features, Samples, SampleStore
-from perfcast_engine.planner.telemetry import MAX_COUNT, Kind
 from perfcast_engine.step import StepModel
+from perfcast_planning.planner.pass_model import LearningOptions, PassModel
+from perfcast_planning.planner.samples import Features, Samples, SampleStore
+from perfcast_planning.planner.telemetry import MAX_COUNT, Kind
 
 from perfcast_server.errors import invalid
 from perfcast_server.loads import named

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from perfcast.v1 import common_pb2, planner_pb2
 from perfcast_engine.errors import InvalidField
-from perfcast_engine.planner.engine_work import EngineLimits, EngineRole, RankLoads
-from perfcast_engine.planner.queries import Scenario
-from perfcast_engine.planner.telemetry import MAX_COUNT, Iterations, RankRecord
+from perfcast_planning.planner.engine_work import EngineLimits, EngineRole, RankLoads
+from perfcast_planning.planner.queries import Scenario
+from perfcast_planning.planner.telemetry import MAX_COUNT, Iterations, RankRecord
 
 from perfcast_server.engines import Ready
 from perfcast_server.errors import ServiceError, invalid

@@ -11,12 +11,11 @@ from google.protobuf.message import Message
 from perfcast.v1 import common_pb2, planner_pb2
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import EngineError
-from perfcast_engine.planner.bootstrap import Sweep, Swept, sweep_engine
-from perfcast_engine.planner.capacity import Capacity, CapacityRequest, Objective, OnInfeasible, capacity
-from perfcast_engine.planner.latency_law import LawBox, Line, fit_latency_law
-from perfcast_engine.planner.pass_model import PassModel
-from perfcast_engine.planner.queries import Outlook, Scenario, outlooks
-from perfcast_engine.serving.worker import worker_of
+from perfcast_planning.planner.bootstrap import Sweep, Swept, sweep_engine
+from perfcast_planning.planner.capacity import Capacity, CapacityRequest, Objective, OnInfeasible, capacity
+from perfcast_planning.planner.latency_law import LawBox, Line, fit_latency_law
+from perfcast_planning.planner.pass_model import PassModel
+from perfcast_planning.planner.queries import Outlook, Scenario, outlooks
 
 from perfcast_server import loads
 from perfcast_server.engines import Engines, Ready
@@ -171,9 +170,7 @@ class Planner:
     async def bootstrap(self, request: planner_pb2.BootstrapRequest) -> AsyncGenerator[Message]:
         ready = await self._engines.of(request)
         sweep = _sweep(request, ready.engine.config.parallel.attn_dp)
-        swept = await self._engines.off_loop(
-            lambda: sweep_engine(ready.engine.steps, worker_of(ready.engine.resolved).memory, sweep)
-        )
+        swept = await self._engines.off_loop(lambda: sweep_engine(ready.engine.steps, ready.engine.memory, sweep))
         yield planner_pb2.BootstrapResponse(
             header=planner_pb2.BootstrapHeader(
                 engine=ready.stamp,

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from perfcast.v1 import common_pb2, search_pb2, serving_pb2
 from perfcast_engine.config import EngineConfig
-from perfcast_engine.predictor import Engine, Predictor
-from perfcast_engine.search.grids import DECODE_BATCHES
-from perfcast_engine.search.pick import Load, Objective, cluster_throughput, violations
-from perfcast_engine.search.task import (
+from perfcast_engine.predictor import Predictor
+from perfcast_planning.search import recommend as fewest_gpus
+from perfcast_planning.search import search as best_deployments
+from perfcast_planning.search.grids import DECODE_BATCHES
+from perfcast_planning.search.pick import Load, Objective, cluster_throughput, violations
+from perfcast_planning.search.task import (
     AFD,
     AGGREGATED,
     DISAGGREGATED,
@@ -24,8 +26,9 @@ from perfcast_engine.search.task import (
     SearchResult,
     SearchTask,
 )
-from perfcast_engine.serving.rows import Rows
-from perfcast_engine.serving.worker import Worker
+from perfcast_planning.search.workshop import TableWorkshop
+from perfcast_planning.serving.rows import Rows
+from perfcast_planning.serving.worker import Worker
 
 from perfcast_server import asked, deployments, wire
 from perfcast_server.asked import count
@@ -53,8 +56,8 @@ def search(
     """Raises what the engine, the checks of the request and ``tell`` raise."""
     with asked.named_as_asked():
         task = task_of(request, settings)
-        result = predictor.search(task, Teller(task, tell))
-    return result_message(result, task, request, predictor)
+        result = best_deployments.search(task, TableWorkshop(predictor), Teller(task, tell))
+    return result_message(result, task, request)
 
 
 def recommend(
@@ -73,8 +76,8 @@ def recommend(
             count(request.max_gpus_total, "max_gpus_total", 0) or None,
         )
         task = replace(task_of(request.search, settings), match_load=load)
-        result = predictor.recommend(task)
-    return search_pb2.RecommendResponse(result=result_message(result, task, request.search, predictor))
+        result = fewest_gpus.recommend(task, TableWorkshop(predictor))
+    return search_pb2.RecommendResponse(result=result_message(result, task, request.search))
 
 
 def task_of(request: search_pb2.SearchRequest, settings: Settings) -> SearchTask:
@@ -208,12 +211,12 @@ class Teller:
 
 
 def result_message(
-    result: SearchResult, task: SearchTask, request: search_pb2.SearchRequest, predictor: Predictor
+    result: SearchResult, task: SearchTask, request: search_pb2.SearchRequest
 ) -> search_pb2.SearchResult:
     targets = task.targets
     best, closest = result.best, result.closest
     return search_pb2.SearchResult(
-        experiments=[experiment_message(e, task, request, predictor) for e in result.experiments],
+        experiments=[experiment_message(e, task, request) for e in result.experiments],
         eligible=result.eligible,
         best=best.name if best else "",
         closest=closest.name if closest and not result.eligible else "",
@@ -232,14 +235,8 @@ def result_message(
     )
 
 
-def experiment_message(
-    found: Experiment, task: SearchTask, request: search_pb2.SearchRequest, predictor: Predictor
-) -> search_pb2.Experiment:
-    def engine_of(worker: Worker) -> tuple[Engine, common_pb2.EngineConfig]:
-        assert worker.engine is not None, "an engine made of tables"
-        return predictor.facade(worker.engine), request.engine
-
-    told = _Told(found, task, Deployed(engine_of, task.load))
+def experiment_message(found: Experiment, task: SearchTask, request: search_pb2.SearchRequest) -> search_pb2.Experiment:
+    told = _Told(found, task, Deployed(lambda _: request.engine, task.load))
     rows = found.rows
     message = search_pb2.Experiment(
         name=found.name,

@@ -13,10 +13,11 @@ from perfcast_engine.answer import F64
 from perfcast_engine.config import FUSED
 from perfcast_engine.predictor import Engine, Predictor
 from perfcast_engine.profiles import LATENCY_CORRECTIONS
-from perfcast_engine.serving.afd import MATCHING
-from perfcast_engine.serving.aggregated import aggregated_memory
-from perfcast_engine.serving.disaggregated import USUAL_MATCHING
-from perfcast_engine.serving.estimate import (
+from perfcast_engine.step_result import StepResult
+from perfcast_planning.serving.afd import MATCHING
+from perfcast_planning.serving.aggregated import aggregated_memory
+from perfcast_planning.serving.disaggregated import USUAL_MATCHING
+from perfcast_planning.serving.estimate import (
     Estimate,
     Fit,
     Pool,
@@ -25,10 +26,9 @@ from perfcast_engine.serving.estimate import (
     estimate_static,
     fit_of,
 )
-from perfcast_engine.serving.static import Phases
-from perfcast_engine.serving.worker import Worker
-from perfcast_engine.serving.workload import EngineLimits, Workload
-from perfcast_engine.step_result import StepResult
+from perfcast_planning.serving.static import Phases
+from perfcast_planning.serving.worker import Worker, worker_of
+from perfcast_planning.serving.workload import EngineLimits, Workload
 
 from perfcast_server import asked, deployments, wire
 from perfcast_server.asked import count, factor
@@ -94,9 +94,10 @@ class Serving:
 
     def _estimated(self, request: serving_pb2.EstimateRequest, kind: str, engines: Told) -> Message:
         load = asked.workload(request.workload)
+        workers = {role: worker_of(engine) for role, (engine, _) in engines.items()}
         question = _Question(
             getattr(request, kind),
-            {role: engine.worker for role, (engine, _) in engines.items()},
+            workers,
             load,
             asked.limits(request.limits, request.nextn_accepted),
             request.include_operators,
@@ -105,7 +106,8 @@ class Serving:
         found: Estimate = getattr(question, kind)()
         if not request.allow_out_of_memory:
             found.require_fit(kv=False)
-        return _told(found, "afd" if "ffn" in engines else kind, engines, load)
+        originals = {role: original for role, (_, original) in engines.items()}
+        return _told(found, "afd" if "ffn" in engines else kind, workers, originals, load)
 
     async def estimate_memory(self, request: serving_pb2.EstimateMemoryRequest) -> Message:
         ready = await self._engines.of(request)
@@ -183,16 +185,21 @@ class _Question:
         )
 
 
-def _told(found: Estimate, kind: str, engines: Told, load: Workload) -> Message:
-    of_worker = {id(told[0].worker): told for told in engines.values()}
-    deployed = Deployed(lambda worker: of_worker[id(worker)], load)
+def _told(
+    found: Estimate,
+    kind: str,
+    workers: Mapping[str, Worker],
+    originals: Mapping[str, common_pb2.EngineConfig],
+    load: Workload,
+) -> Message:
+    asked_of = {id(worker): originals[role] for role, worker in workers.items()}
+    deployed = Deployed(lambda worker: asked_of[id(worker)], load)
     mode = serving_pb2.ServingMode.Value(f"SERVING_MODE_{kind.upper()}")
-    workers = {role: engine.worker for role, (engine, _) in engines.items()}
-    ffn = workers.pop("ffn", None)
-    deployment = deployed.message(found.rows.row(0), mode, workers)
-    if ffn is not None:
-        deployed.index(ffn)
-    roles = list(engines)
+    serving = {role: worker for role, worker in workers.items() if role != "ffn"}
+    deployment = deployed.message(found.rows.row(0), mode, serving)
+    if "ffn" in workers:
+        deployed.index(workers["ffn"])
+    roles = list(workers)
     return serving_pb2.EstimateResponse(
         deployment=deployment,
         engines=deployed.engines,
@@ -216,7 +223,7 @@ def _step(name: str, engine: int, step: StepResult) -> serving_pb2.StepLatency:
 
 
 def _memory(request: serving_pb2.EstimateMemoryRequest, ready: Ready) -> Message:
-    worker = ready.engine.worker
+    worker = worker_of(ready.engine)
     with asked.named_as_asked():
         given = request.memory_fraction if request.HasField("memory_fraction") else None
         fraction = worker.memory.kv_fraction(given)
@@ -228,7 +235,7 @@ def _memory(request: serving_pb2.EstimateMemoryRequest, ready: Ready) -> Message
         usable = capacity.within_tolerance or (capacity.kv_bytes, capacity.kv_tokens)
         held: dict[str, Any] = {f"{name}_bytes": float(size) for name, size in capacity.breakdown.items()}
         answer = serving_pb2.EstimateMemoryResponse(
-            engine=deployments.engine_message(ready.engine, ready.original),
+            engine=deployments.engine_message(worker, ready.original),
             at_start=serving_pb2.GpuMemory(
                 **held,
                 kv_cache_bytes=capacity.kv_bytes,

@@ -12,8 +12,8 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 from perfcast.v1.calibration_pb2 import CalibrationState
 from perfcast_engine.errors import EngineError
-from perfcast_engine.planner.pass_model import PassModel
 from perfcast_engine.step import StepModel
+from perfcast_planning.planner.pass_model import PassModel
 
 from perfcast_server.cache import Lru
 from perfcast_server.errors import ServiceError, invalid

@@ -78,7 +78,7 @@ def test_operators_that_run_side_by_side_are_told_apart() -> None:
 def test_the_smallest_mapping_just_holds_the_model(model: str, system: str, gpus: int) -> None:
     engines = smallest(predictor(), asked(model, system, "trtllm"))
     assert {engine.parallel.gpus for engine in engines} == {gpus}
-    assert all(engine.worker.memory.largest_batch(4096, 512) > 0 for engine in engines)
+    assert all(engine.memory.largest_batch(4096, 512) > 0 for engine in engines)
 
 
 def test_a_model_beyond_every_mapping_does_not_fit() -> None:

@@ -10,7 +10,7 @@ from perfcast_engine.errors import InvalidField, OutOfMemory, UnsupportedCombina
 from perfcast_engine.memory import naive_kv_capacity
 from perfcast_engine.models.registry import Registry
 
-from tests.engine.toy import WEIGHT_BYTES, worker
+from tests.planning.toy import WEIGHT_BYTES, worker
 
 
 def memory(backend="vllm", **fields):

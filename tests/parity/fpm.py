@@ -11,10 +11,10 @@ from perfcast_client.adapters.forward_pass import UNAVAILABLE
 from perfcast_client.adapters.records import engine_of
 from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.ops.fpm_table import FpmForward
-from perfcast_engine.planner.pass_model import LearningOptions, PassModel
-from perfcast_engine.planner.telemetry import Iterations, RankRecord
 from perfcast_engine.tables.passes import PassTable
 from perfcast_engine.whole_pass import WholePass
+from perfcast_planning.planner.pass_model import LearningOptions, PassModel
+from perfcast_planning.planner.telemetry import Iterations, RankRecord
 from perfcast_server.wire import engine_config
 from perfcast_systems.passes import IDENTITY
 

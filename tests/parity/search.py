@@ -9,16 +9,16 @@ from typing import Any
 
 from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.models.resolve import resolve
-from perfcast_engine.search.pick import SCORE, Load
-from perfcast_engine.search.search import search
-from perfcast_engine.search.task import AGGREGATED, Experiment, SearchTask, Status
-from perfcast_engine.search.workshop import TableWorkshop
-from perfcast_engine.serving.worker import Worker
-from perfcast_engine.serving.workload import EngineLimits, Targets, Workload
 from perfcast_engine.tables.database import Mode
+from perfcast_planning.search.pick import SCORE, Load
+from perfcast_planning.search.search import search
+from perfcast_planning.search.task import AGGREGATED, Experiment, SearchTask, Status
+from perfcast_planning.search.workshop import TableWorkshop
+from perfcast_planning.serving.worker import Worker
+from perfcast_planning.serving.workload import EngineLimits, Targets, Workload
 
 from tests.parity import check
-from tests.parity.serving import QUANT, sources
+from tests.parity.serving import QUANT, predictor
 
 LABELS = {
     "bs": "batch",
@@ -93,7 +93,7 @@ def evaluate(case: dict[str, Any]) -> dict[str, Any]:
         strict_sla=given.get("strict_sla", False),
         match_load=load,
     )
-    (found,) = search(task, TableWorkshop(*sources())).experiments
+    (found,) = search(task, TableWorkshop(predictor())).experiments
     if not len(found.rows):
         return {"error": ERRORS[found.status]}
     return described(found, task)
@@ -128,7 +128,7 @@ def quant(task: SearchTask) -> dict[str, str]:
     out = {}
     for prefix, (role, config) in roles.items():
         one = replace(config, role=role, resolution="search", parallel=ParallelConfig(moe_tp=1, moe_ep=1))
-        modes = resolve(one, *sources()).modes
+        modes = resolve(one, predictor().catalog, predictor().registry).modes
         out |= {f"{prefix}{name}_quant_mode": getattr(modes, own) for name, own in QUANT.items()}
     return out
 

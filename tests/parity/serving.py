@@ -7,21 +7,19 @@ from typing import Any
 
 from perfcast_engine.backends import GIB
 from perfcast_engine.config import FUSED, EngineConfig, MoeComm, ParallelConfig, QuantOverrides
-from perfcast_engine.models.registry import Registry
-from perfcast_engine.models.resolve import resolve
-from perfcast_engine.serving.estimate import (
+from perfcast_engine.predictor import Predictor
+from perfcast_engine.step import MixedWork
+from perfcast_engine.tables.database import Mode
+from perfcast_planning.serving.estimate import (
     Estimate,
     Pool,
     estimate_aggregated,
     estimate_disaggregated,
     estimate_static,
 )
-from perfcast_engine.serving.static import Phases
-from perfcast_engine.serving.worker import Worker, worker_of
-from perfcast_engine.serving.workload import EngineLimits, Workload
-from perfcast_engine.step import MixedWork
-from perfcast_engine.tables.catalog import Catalog
-from perfcast_engine.tables.database import Mode
+from perfcast_planning.serving.static import Phases
+from perfcast_planning.serving.worker import Worker, worker_of
+from perfcast_planning.serving.workload import EngineLimits, Workload
 
 from tests.parity.check import Incomplete
 
@@ -63,8 +61,8 @@ PARTS = {"weights": "weights", "activations": "activations", "kvcache": "kv", "n
 
 
 @cache
-def sources() -> tuple[Catalog, Registry]:
-    return Catalog(), Registry.load()
+def predictor() -> Predictor:
+    return Predictor()
 
 
 def config_of(case: dict[str, Any], parallel: ParallelConfig, **fields: Any) -> EngineConfig:
@@ -90,7 +88,7 @@ def config_of(case: dict[str, Any], parallel: ParallelConfig, **fields: Any) -> 
 
 
 def worker(config: EngineConfig) -> Worker:
-    return worker_of(resolve(config, *sources()))
+    return worker_of(predictor().engine(config))
 
 
 def widths(given: dict[str, int]) -> ParallelConfig:
@@ -191,7 +189,7 @@ def answer(engine: Worker, load: Workload, found: Estimate) -> dict[str, Any]:
         "row": {name: row[own] for name, own in COLUMNS.items() if own in row}
         | identity(engine)
         | {
-            "model": engine.engine.spec.id,
+            "model": engine.engine.model.id,
             "isl": load.isl,
             "osl": load.osl,
             "prefix": load.prefix,

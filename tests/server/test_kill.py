@@ -13,8 +13,8 @@ from perfcast_client import Client, EngineConfig, calibration, errors
 from perfcast_client.planner_types import RankPass
 from perfcast_engine import EngineConfig as OwnConfig
 from perfcast_engine import ParallelConfig, Predictor
-from perfcast_engine.planner.pass_model import LearningOptions, PassModel
-from perfcast_engine.planner.telemetry import Iterations, RankRecord
+from perfcast_planning.planner.pass_model import LearningOptions, PassModel
+from perfcast_planning.planner.telemetry import Iterations, RankRecord
 
 from tests.server.processes import start
 

@@ -12,12 +12,12 @@ from perfcast_client import Client, DecodeTrajectory, EngineConfig, Prefill, err
 from perfcast_client.calls import Call
 from perfcast_client.planner_types import Limits, RankLoad, RankPass, Scenario, TickGroup, WorkerLoad
 from perfcast_engine import Predictor
-from perfcast_engine.planner import capacity as own_capacity
-from perfcast_engine.planner.engine_work import EngineLimits, EngineRole
-from perfcast_engine.planner.pass_model import PassModel
+from perfcast_planning.planner import capacity as own_capacity
+from perfcast_planning.planner.engine_work import EngineLimits, EngineRole
+from perfcast_planning.planner.pass_model import PassModel
 from perfcast_server import wire
 
-from tests.engine.test_planner_examples import EXAMPLES
+from tests.planning.test_planner_examples import EXAMPLES
 from tests.server.running import Running
 
 A = EngineConfig(model="Qwen/Qwen3-32B", system="h200_sxm", backend="vllm", version="0.24.0", tp=4, profile="reference")

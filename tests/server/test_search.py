@@ -35,9 +35,11 @@ from perfcast_client.deployments import SearchProgress, SearchResult
 from perfcast_client.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, NotFound, ServerFault
 from perfcast_engine.config import EngineConfig as OwnConfig
 from perfcast_engine.predictor import Predictor
-from perfcast_engine.search import task as own
-from perfcast_engine.serving.workload import Targets as OwnTargets
-from perfcast_engine.serving.workload import Workload as OwnWorkload
+from perfcast_planning.search import search as best_deployments
+from perfcast_planning.search import task as own
+from perfcast_planning.search.workshop import TableWorkshop
+from perfcast_planning.serving.workload import Targets as OwnTargets
+from perfcast_planning.serving.workload import Workload as OwnWorkload
 
 from tests.server.running import SEARCH_PATIENCE_S, Running, eventually, running
 
@@ -134,7 +136,9 @@ def test_results_are_the_engine_s(client: Client) -> None:
         total_gpus=32,
     )
     told = client.search_result(dataclasses.replace(TASK, max_rows=10))
-    for mine, yours in zip(Predictor().search(task).experiments, told.experiments, strict=True):
+    for mine, yours in zip(
+        best_deployments.search(task, TableWorkshop(Predictor())).experiments, told.experiments, strict=True
+    ):
         rows = mine.rows
         assert (mine.name, mine.eligible, len(rows)) == (yours.name, yours.eligible, yours.rows_total)
         for index, deployments in ((mine.front, yours.front), (slice(10), yours.rows)):

@@ -22,10 +22,11 @@ from perfcast_client.errors import InvalidRequest, LimitExceeded, NotFound, OutO
 from perfcast_engine.config import EngineConfig as OwnConfig
 from perfcast_engine.config import ParallelConfig
 from perfcast_engine.predictor import Predictor
-from perfcast_engine.serving import estimate as own
-from perfcast_engine.serving.static import Phases
-from perfcast_engine.serving.workload import KvTransfer as OwnTransfer
-from perfcast_engine.serving.workload import Workload as OwnWorkload
+from perfcast_planning.serving import estimate as own
+from perfcast_planning.serving.static import Phases
+from perfcast_planning.serving.worker import worker_of
+from perfcast_planning.serving.workload import KvTransfer as OwnTransfer
+from perfcast_planning.serving.workload import Workload as OwnWorkload
 
 from tests.server.running import Running
 
@@ -50,7 +51,7 @@ def worker(predictor: Predictor, role: str = "both", tp: int = 4, profile: str =
     config = OwnConfig(
         model=CONFIG.model, system="h200_sxm", backend="trtllm", parallel=parallel, role=role, profile=profile
     )
-    return predictor.engine(config).worker
+    return worker_of(predictor.engine(config))
 
 
 def same(value: Any) -> Any:
