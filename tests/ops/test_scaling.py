@@ -75,8 +75,8 @@ def test_a_study_on_a_dask_cluster_finds_what_this_process_finds(tmp_path: Path)
     assert {name: result.to_dict() for name, result in found.items()} == {n: r.to_dict() for n, r in here.items()}
 
 
-def test_the_part_of_envoy_s_configuration_is_well_formed() -> None:
-    (cluster,) = yaml.safe_load(shown("envoy"))["clusters"]
+def test_envoy_is_told_of_the_port_and_the_health_that_a_server_has() -> None:
+    (cluster,) = yaml.safe_load(shown("envoy"))["static_resources"]["clusters"]
     (check,) = cluster["health_checks"]
     assert check["grpc_health_check"]["service_name"] == "perfcast.v1.Prediction"
     (endpoint,) = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
