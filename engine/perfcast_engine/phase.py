@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -87,6 +88,14 @@ class Phase:
         if operators:
             return self._listed(self.ops, at, logits_x)
         return self.price_shared(at, logits_x, False) + self.price_attention(at, False)
+
+    def shared(self, batch: Any, s: Any, prefix: Any, x: Any, rows: Any) -> StepResult:
+        """``price_shared`` at counts, as the surface of a phase takes them; so is the next."""
+        at = Points.of(batch, s, prefix, x)
+        return self.price_shared(at, np.broadcast_to(rows, len(at)).astype(np.float64), False)
+
+    def attended(self, batch: Any, s: Any, prefix: Any, x: Any) -> StepResult:
+        return self.price_attention(Points.of(batch, s, prefix, x), False)
 
     def _listed(self, ops: Iterable[Op], at: Points, logits_x: F64) -> StepResult:
         parts = ((op, at.with_(x=logits_x) if self._is_logits(op) else at) for op in ops)

@@ -17,7 +17,7 @@ from perfcast_surface.mixed import StepRules
 from perfcast_surface.surface import PhaseSurface, StepSurface, Table, in_bands
 from perfcast_surface.terms import One, Summand, Term
 
-from perfcast_engine.answer import F64, Source
+from perfcast_engine.answer import F64, Points, Source
 from perfcast_engine.errors import EngineError
 from perfcast_engine.ops.base import Op
 from perfcast_engine.origin import Summed
@@ -32,14 +32,21 @@ TABLES = ("tokens", "logits", "requests")
 
 @dataclass(frozen=True, eq=False)
 class ShortCut:
-    """One operator as a summand: its terms, what answers single points where they do not, and the source of both."""
+    """One operator as a summand: its terms, what answers single points and many where they do not, and the source of
+    the terms and of single points."""
 
     terms: tuple[Term, ...]
     outside: One
+    beyond: Callable[[Points], F64]
     source: Source
 
     def at(self, batch: Ints, s: Ints, prefix: Ints) -> F64:
-        return sum((term.at(batch, s, prefix) for term in self.terms), np.zeros(1))
+        ms: F64 = sum((term.at(batch, s, prefix) for term in self.terms), np.zeros(1))
+        gone = np.isnan(ms)
+        if gone.any():
+            some = (np.broadcast_to(column, ms.shape)[gone] for column in (batch, s, prefix))
+            ms[gone] = self.beyond(Points.of(*some))
+        return ms
 
     @cached_property
     def one(self) -> One:
@@ -64,7 +71,7 @@ def short_cuts(ops: Sequence[Op], db: Database) -> tuple[ShortCut, ...] | None:
             return None
         if terms is None:
             return None
-        found.append(ShortCut(terms, op.outside(db), op.terms_source(db)))
+        found.append(ShortCut(terms, op.outside(db), partial(op.beyond, db), op.terms_source(db)))
     return tuple(found)
 
 
@@ -103,7 +110,7 @@ class _Summands:
 
 
 class QuickSteps:
-    """near: steps inside of the measurements; far: single ones beyond them too."""
+    """near: steps inside of the measurements; far: those beyond them too, of which nothing but the latency is told."""
 
     def __init__(self, context: _Summands, generation: _Summands, rules: StepRules) -> None:
         self.near = StepSurface(context.near(), generation.near(), rules)

@@ -15,7 +15,8 @@ from perfcast_surface.mixed import ARRAYS, MixedPlan, StepRules, middle
 from perfcast_surface.surface import Counts, PhaseSurface, StepSurface, in_bands
 
 from perfcast_engine.answer import F64, Mask, Points
-from perfcast_engine.errors import InvalidField
+from perfcast_engine.errors import EngineError, InvalidField
+from perfcast_engine.observed import Priced, RankWork, passes
 from perfcast_engine.ops.base import Op
 from perfcast_engine.phase import Phase, PhaseMaker
 from perfcast_engine.profiles import (
@@ -34,23 +35,6 @@ MAX_COUNT = 2**32 - 1
 MAX_SAMPLES = 1_000_000  # of all trajectories in one call; bounds memory and time
 DEFAULT_STRIDE = 32
 BAND = 1 << 14  # points priced together, so that what they take stays in the processor's cache
-
-
-@dataclass(frozen=True, slots=True)
-class RankWork:
-    """What N attention-DP ranks have scheduled in one pass each: counts, float64 (N,)."""
-
-    prefill_requests: F64
-    prefill_tokens: F64  # computed in this pass
-    prefill_kv_tokens: F64  # in the cache already: prefix hits and earlier chunks
-    decode_requests: F64
-    decode_kv_tokens: F64  # logical length, summed over the decodes
-
-    def __len__(self) -> int:
-        return len(self.prefill_tokens)
-
-    def take(self, which: Mask) -> RankWork:
-        return RankWork(*(getattr(self, name)[which] for name in self.__slots__))
 
 
 class MixedWork(NamedTuple):
@@ -261,43 +245,22 @@ class StepModel:
         rest = _in_bands(price, [column[gone] for column in columns], operators)
         return known.spread(~gone) + rest.spread(gone)
 
-    def observed(self, work: RankWork, *, operators: bool = False) -> StepResult:
-        """The pass of each rank as telemetry counts it (spec/04 11.4, spec/06 1.8). No factor of nextn: the counts are
-        of packed tokens. Idle ranks take 0 ms."""
-        prefills, decoding = work.prefill_tokens > 0, work.decode_requests + work.decode_kv_tokens > 0
-        result = StepResult.zero(len(work), operators)
-        kinds = (
-            (prefills & ~decoding, self._observed_prefill),
-            (decoding & ~prefills, self._observed_decode),
-            (prefills & decoding, self._observed_mixed),
-        )
-        for mine, price in kinds:
-            if mine.any():
-                result += price(work.take(mine), operators).spread(mine)
-        return result
-
-    def _observed_prefill(self, work: RankWork, operators: bool) -> StepResult:
-        prompts = np.maximum(work.prefill_requests, 1)
-        fresh = work.prefill_tokens // prompts
-        at = Points.of(prompts, fresh, work.prefill_kv_tokens // prompts, prompts * fresh)
-        return self.context_phase.price(at, prompts, operators)
-
-    def _observed_decode(self, work: RankWork, operators: bool) -> StepResult:
-        decodes = np.maximum(work.decode_requests, 1)
-        at = Points.of(decodes, work.decode_kv_tokens // decodes, 0, decodes)
-        return self.generation_phase.price(at, decodes, operators)
-
-    def _observed_mixed(self, work: RankWork, operators: bool) -> StepResult:
-        prompts, decodes = np.maximum(work.prefill_requests, 1), np.maximum(work.decode_requests, 1)
-        flat = work.prefill_tokens + work.decode_requests
-        rows = np.ones_like(flat) if self.profile[MIXED_LOGITS_ROWS] else prompts + decodes
-        shared = self.context_phase.price_shared(Points.of(1, flat, work.prefill_kv_tokens, flat), rows, operators)
-        fresh = np.maximum(work.prefill_tokens // prompts, 1)
-        cached = work.prefill_kv_tokens // prompts
-        at = Points.of(np.ceil(work.prefill_tokens / fresh), fresh, cached, work.prefill_tokens)
-        context = self.context_phase.price_attention(at, operators)
-        at = Points.of(decodes, np.maximum(work.decode_kv_tokens // decodes, 1), 0, decodes)
-        return shared + context + self.generation_phase.price_attention(at, operators)
+    def observed(self, work: RankWork) -> Priced:
+        """The pass of each rank. Idle ones take 0 ms."""
+        work, errors = work.astype(np.int64), dict[int, EngineError]()
+        ms = np.where((work.prefill_tokens > 0) | (work.decode_requests + work.decode_kv_tokens > 0), nan, 0.0)
+        one_row = self.profile[MIXED_LOGITS_ROWS]
+        if self._quick is not None:
+            far = self._quick.far
+            long = (work.prefill_tokens >= work.prefill_requests) & (work.decode_kv_tokens >= work.decode_requests)
+            for mine, known in passes(far.context, far.generation, work, long, one_row):
+                ms[mine] = known
+        rest = np.isnan(ms)
+        if rest.any():
+            for mine, result in passes(self.context_phase, self.generation_phase, work, rest, one_row):
+                ms[mine] = result.ms
+                errors |= {int(np.flatnonzero(mine)[index]): error for index, error in result.errors().items()}
+        return Priced(ms, errors)
 
 
 def _in_bands(price: Callable[..., StepResult], columns: Sequence[Any], operators: bool) -> StepResult:

@@ -87,6 +87,10 @@ class PhaseSurface:
         """A pass; NaN outside."""
         return _weighed(self.attention, self.shared(batch, s, prefix, x, rows), None, batch, s, prefix)
 
+    def attended(self, batch: Ints, s: Ints, prefix: Ints, x: Ints) -> F64:
+        """Attention, which tokens of the pass make no difference to here; NaN outside."""
+        return _sum(term.at(batch, s, prefix) for term in self.attention)
+
     def shared_one(self, batch: int, s: int, prefix: int, x: int, rows: int) -> float:
         ms = 0.0
         try:

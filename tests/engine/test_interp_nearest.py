@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from perfcast_engine.interp import nearest as module
-from perfcast_engine.interp.nearest import nearest
+from perfcast_engine.interp.nearest import Samples
 from perfcast_engine.interp.util import LogSpace, UtilGrid
 
 
@@ -16,26 +16,28 @@ def by_hand(samples, query, count):
 
 def test_ties_go_to_the_earlier_sample():
     samples = np.array([[1.0, 0.0, -1.0, 0.0], [0.0, 1.0, 0.0, -1.0]])
-    index, distance = nearest(samples, np.zeros((2, 1)), 3)
+    index, distance = Samples(samples).nearest(np.zeros((2, 1)), 3)
     assert index.tolist() == [[0], [1], [2]]
     assert distance.tolist() == [[1.0], [1.0], [1.0]]
 
 
 def test_fewer_samples_than_asked():
-    assert nearest(np.array([[0.0, 5.0]]), np.array([[4.0]]), 5)[0].tolist() == [[1], [0]]
+    assert Samples(np.array([[0.0, 5.0]])).nearest(np.array([[4.0]]), 5)[0].tolist() == [[1], [0]]
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
-def test_pruning_finds_what_comparison_finds(axes, count, seed):
+@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([0, 1 << 20]), st.integers(0, 2**32 - 1))
+def test_pruning_finds_what_comparison_finds(axes, count, boxed, seed):
     rng = np.random.default_rng(seed)
     samples = rng.integers(0, 5, (150, axes)) / 4.0  # a lattice, so that ties abound
-    queries = rng.integers(-2, 12, (200, axes)) / 8.0
+    known = Samples(samples.T)
     with pytest.MonkeyPatch.context() as patch:
-        for limit, small in (("DIRECT_CELLS", 0), ("BLOCK", 16), ("TOGETHER", 3)):
+        for limit, small in (("DIRECT_CELLS", 0), ("BOXED_CELLS", boxed), ("BLOCK", 16), ("TOGETHER", 3)):
             patch.setattr(module, limit, small)
-        index, _ = nearest(samples.T, queries.T, count)
-    expected = [by_hand(samples, query, count) for query in queries]
-    np.testing.assert_array_equal(index.T, expected)
+        for size in (1, 200, 1):  # the last finds candidates kept
+            queries = rng.integers(-2, 12, (size, axes)) / 8.0
+            index, _ = known.nearest(queries.T, count)
+            expected = [by_hand(samples, query, count) for query in queries]
+            np.testing.assert_array_equal(index.T, expected)
 
 
 class TestUtilGrid:

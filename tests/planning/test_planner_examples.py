@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from perfcast_engine import EngineConfig, ParallelConfig, Predictor
+from perfcast_engine.observed import RankWork
+from perfcast_engine.step import StepModel
 from perfcast_planning.planner.capacity import CapacityRequest, Objective, OnInfeasible, capacity
 from perfcast_planning.planner.engine_work import EngineLimits, EngineRole
 from perfcast_planning.planner.pass_model import PassModel
@@ -60,3 +64,21 @@ def test_worked_examples(name, role, asked, batch, rps):
     found = capacity(pass_model(name), role, EngineLimits(attention_dp=ENGINES[name][3].attn_dp), request)
     assert found is not None
     assert (found.batch_total, found.rps) == (batch, pytest.approx(rps, rel=1e-12))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_ranks_take_what_the_operators_say_where_the_surface_answers(name, monkeypatch):
+    rng = np.random.default_rng(5)
+    requests, decodes = rng.integers(0, 2, (2, 400)) * rng.integers(1, 600, (2, 400))
+    tokens, cached, kv = (count * rng.integers(0, 20000, 400) for count in (requests // 8, requests, decodes))
+    work = RankWork(requests, tokens, cached, decodes, kv)
+    steps = pass_model(name).steps
+    found = steps.observed(work)
+    monkeypatch.setattr(StepModel, "_quick", None)
+    wanted = replace(steps).observed(work)
+    np.testing.assert_allclose(found.ms, wanted.ms, rtol=1e-12)
+    assert {i: str(error) for i, error in found.errors.items()} == {i: str(e) for i, e in wanted.errors.items()}
+    assert (
+        np.isnan(wanted.ms).sum() == len(wanted.errors) < 100
+        and (wanted.ms == 0).sum() == ((tokens + decodes) == 0).sum()
+    )

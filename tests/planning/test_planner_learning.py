@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from perfcast_engine.errors import InvalidField, PerfDataMissing
-from perfcast_engine.step import RankWork
-from perfcast_engine.step_result import StepResult
+from perfcast_engine.observed import Priced, RankWork
 from perfcast_planning.planner.capacity import CapacityRequest, capacity
 from perfcast_planning.planner.engine_work import EngineLimits, EngineRole
 from perfcast_planning.planner.pass_model import LearningOptions, PassModel
@@ -22,13 +20,12 @@ class Straight:
 
     missing = -1
 
-    def observed(self, work: RankWork) -> StepResult:
+    def observed(self, work: RankWork) -> Priced:
         busy = (work.prefill_tokens > 0) | (work.decode_requests > 0)
         ms = busy * (5 + 0.03 * work.prefill_tokens + 0.2 * work.decode_requests + 1e-5 * work.decode_kv_tokens)
-        result = StepResult.zero(len(work))
         gone = work.decode_requests == self.missing
         error = PerfDataMissing("no data", op="generation_attention")
-        return replace(result, ms=np.where(gone, np.nan, ms), misses=[(gone, error)] if gone.any() else [])
+        return Priced(np.where(gone, np.nan, ms), dict.fromkeys(np.flatnonzero(gone).tolist(), error))
 
 
 def corrected(**options) -> PassModel:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import floor, inf, log2, sqrt
+from math import inf, log2, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Coords, Grid
-from perfcast_engine.interp.nearest import candidates, nearest
+from perfcast_engine.interp.nearest import BOX, Samples
 
 ANCHORS = 4
 TINY = 1e-12
-BOXES_TO_OCTAVE = 4  # of queries that share their candidates
-BOXES = 1 << 12  # that are kept
-Box = tuple[float, float, float]  # the first coordinate, and the lower corner of the logarithms of the others
+BOXES = 1 << 12  # of single queries that are kept
+Box = tuple[float, float, float]  # the first coordinate, and which box the logarithms of the others are in
 Leaf = tuple[float, float, float, float]  # squared distance on the first axis, logarithms of the others, utilisation
 
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """The leaves that a hold may lean on: log2 coordinates (A, N), roofline / latency (N,), power (N,) or None."""
+    """The leaves that a hold may lean on: log2 coordinates, roofline / latency (N,), power (N,) or None."""
 
-    logs: F64
+    leaves: Samples
     util: F64
     power: F64 | None
     _boxes: dict[Box, list[Leaf]] = field(default_factory=dict, repr=False)
@@ -34,14 +33,14 @@ class Hold:
         """``sol``: the roofline (ms) of each leaf."""
         valid = (grid.ms > 0) & np.isfinite(grid.ms) & (sol > 0) & np.isfinite(sol)
         logs = np.log2(np.maximum(np.stack([c[valid] for c in grid.floats]), TINY))
-        return cls(logs, sol[valid] / grid.ms[valid], None if grid.power is None else grid.power[valid])
+        return cls(Samples(logs), sol[valid] / grid.ms[valid], None if grid.power is None else grid.power[valid])
 
     def at(self, query: Coords) -> tuple[F64, F64 | None]:
         """Utilisation and power of the nearest four leaves in log space, weights tapering to 0 at the distance of the
         fifth; utilisation 0 where there is no leaf."""
         if not len(self.util):
             return np.zeros(len(query[0])), self.power
-        index, distance = nearest(self.logs, np.log2(np.maximum(np.stack(query), TINY)), ANCHORS + 1)
+        index, distance = self.leaves.nearest(np.log2(np.maximum(np.stack(query), TINY)), ANCHORS + 1)
         weight = _taper(distance)
         index = index[:ANCHORS]
         mass = weight.sum(axis=0)
@@ -73,13 +72,13 @@ class Hold:
 
     def _candidates(self, lead: float, x: float, y: float) -> list[Leaf]:
         """Leaves of which the nearest to any query in the box around (x, y) are some."""
-        box = lead, floor(x * BOXES_TO_OCTAVE) / BOXES_TO_OCTAVE, floor(y * BOXES_TO_OCTAVE) / BOXES_TO_OCTAVE
+        box = lead, x // BOX, y // BOX
         found = self._boxes.get(box)
         if found is None:
-            count, first = min(ANCHORS + 1, len(self.util)), np.log2(max(lead, TINY))
-            sides = [[first, first], *([low, low + 1 / BOXES_TO_OCTAVE] for low in box[1:])]
-            some = candidates(self.logs, np.array(sides), count) if count else np.zeros(0, np.intp)
-            off, a, b = self.logs[:, some]
+            first, count = np.log2(max(lead, TINY)), min(ANCHORS + 1, len(self.util))
+            sides = [[first, first], *([number * BOX, (number + 1) * BOX] for number in box[1:])]
+            some = self.leaves.near(np.array(sides), count) if count else np.zeros(0, np.intp)
+            off, a, b = self.leaves.at[:, some]
             columns = (off - first) ** 2, a, b, self.util[some]
             found = list(zip(*(column.tolist() for column in columns), strict=True))
             if len(self._boxes) >= BOXES:

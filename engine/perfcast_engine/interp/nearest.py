@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,26 +17,56 @@ Axis = tuple[F64, Index]  # the values that there are along it, ascending, and w
 DIRECT_CELLS = 50_000  # query-sample pairs that are quicker compared than pruned
 BLOCK = 256  # most queries that share their candidates
 TOGETHER = 64  # blocks that are pruned at once
+BOX = 0.25  # queries in boxes whose corners are multiples of it share their candidates
+BOXES = 1 << 8  # that are kept
+BOXED_CELLS = 20_000  # query-candidate pairs of one box that are quicker compared than pruned block by block
 SLACK = 1e-9  # on bounds, relative to squared distances, for rounding
 
 
-def nearest(samples: F64, queries: F64, count: int) -> tuple[Index, F64]:
-    """Indices and Euclidean distances, both (min(count, N), Q), of the nearest ``samples`` (A, N) of each of the
-    ``queries`` (A, Q), ascending by (distance, sample index)."""
-    count = min(count, samples.shape[1])
-    if samples.shape[1] * queries.shape[1] <= DIRECT_CELLS:
-        return _compare(samples, queries, count)
-    axes = _axes(samples)
-    order, bounds = _blocks(axes, queries)
-    queries = queries[:, order]
-    index, distance = np.empty((count, len(order)), np.intp), np.empty((count, len(order)))
-    for first in range(0, len(bounds) - 1, TOGETHER):
-        some = bounds[first : first + TOGETHER + 1]
-        for near, low, high in zip(_candidates(axes, queries, some, count), some, some[1:], strict=False):
-            block, chosen = order[low:high], np.flatnonzero(near)
-            at, distance[:, block] = _compare(samples[:, chosen], queries[:, low:high], count)
-            index[:, block] = chosen[at]
-    return index, distance
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """What queries are near to, at (A, N)."""
+
+    at: F64
+    _boxes: dict[tuple[bytes, int], Index] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def _axes(self) -> list[Axis]:
+        return [np.unique(values, return_inverse=True) for values in self.at]
+
+    def nearest(self, queries: F64, count: int) -> tuple[Index, F64]:
+        """Indices and Euclidean distances, both (min(count, N), Q), of the nearest samples of each of the ``queries``
+        (A, Q), ascending by (distance, sample index)."""
+        count = min(count, self.at.shape[1])
+        if self.at.shape[1] * queries.shape[1] <= DIRECT_CELLS:
+            return _compare(self.at, queries, count)
+        if queries.shape[1] * count <= BOXED_CELLS:
+            near = self.near(queries, count)
+            if queries.shape[1] * len(near) <= BOXED_CELLS:
+                at, found = _compare(self.at[:, near], queries, count)
+                return near[at], found
+        order, bounds = _blocks(self._axes, queries)
+        queries = queries[:, order]
+        index, distance = np.empty((count, len(order)), np.intp), np.empty((count, len(order)))
+        for first in range(0, len(bounds) - 1, TOGETHER):
+            some = bounds[first : first + TOGETHER + 1]
+            for near, low, high in zip(_candidates(self._axes, queries, some, count), some, some[1:], strict=False):
+                block, chosen = order[low:high], np.flatnonzero(near)
+                at, distance[:, block] = _compare(self.at[:, chosen], queries[:, low:high], count)
+                index[:, block] = chosen[at]
+        return index, distance
+
+    def near(self, queries: F64, count: int) -> Index:
+        """Samples, ascending, of which the ``count`` nearest to anything in the box around ``queries`` are some."""
+        ends = np.floor(queries.min(axis=1) / BOX), np.ceil(queries.max(axis=1) / BOX)
+        box = np.stack(ends, axis=1) * BOX
+        key = box.tobytes(), count
+        found = self._boxes.get(key)
+        if found is None:
+            if len(self._boxes) >= BOXES:
+                self._boxes.clear()
+            found = self._boxes[key] = np.flatnonzero(_candidates(self._axes, box, np.array([0, 2]), count))
+        return found
 
 
 def _compare(samples: F64, queries: F64, count: int) -> tuple[Index, F64]:
@@ -51,15 +83,6 @@ def _compare(samples: F64, queries: F64, count: int) -> tuple[Index, F64]:
         distance[rank] = left[rows, index[rank]]
         left[rows, index[rank]] = np.inf
     return index, distance
-
-
-def candidates(samples: F64, queries: F64, count: int) -> Index:
-    """Samples, ascending, of which the ``count`` nearest to anything in the box around ``queries`` are some."""
-    return np.flatnonzero(_candidates(_axes(samples), queries, np.array([0, queries.shape[1]]), count))
-
-
-def _axes(samples: F64) -> list[Axis]:
-    return [np.unique(values, return_inverse=True) for values in samples]
 
 
 def _candidates(axes: Sequence[Axis], queries: F64, bounds: Index, count: int) -> NDArray[np.bool_]:

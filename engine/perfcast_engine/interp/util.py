@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Coords, Query
-from perfcast_engine.interp.nearest import nearest
+from perfcast_engine.interp.nearest import Samples
 
 FLOOR = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class LogSpace:
-    """Samples in min-max normalised log space. z: (A, N); low, span: (A, 1)."""
+    """Samples in min-max normalised log space. low, span: (A, 1)."""
 
-    z: F64
+    z: Samples
     low: F64
     span: F64
 
@@ -29,13 +29,13 @@ class LogSpace:
         low = logs.min(axis=1, keepdims=True)
         span = logs.max(axis=1, keepdims=True) - low
         span[span == 0] = 1.0
-        return cls((logs - low) / span, low, span)
+        return cls(Samples((logs - low) / span), low, span)
 
     def nearest(self, query: Query, count: int, *, clip: bool) -> tuple[NDArray[np.intp], F64]:
         """Indices and distances (count, Q) of the nearest samples, ties by sample order. ``clip``: a query outside the
         samples' box counts as the nearest point of the box."""
         z = (_logs(query) - self.low) / self.span
-        return nearest(self.z, np.clip(z, 0.0, 1.0) if clip else z, count)
+        return self.z.nearest(np.clip(z, 0.0, 1.0) if clip else z, count)
 
 
 def _logs(coords: Query) -> F64:

@@ -213,6 +213,12 @@ class GenerationAttention(_Dense, Generation):
 
         return ms
 
+    def beyond(self, db: Database, at: Points) -> F64:
+        each = np.tile(at.batch, SAMPLES), decode_lengths(at.s).ravel()
+        ms = self.slice(db).surface(db).at(*self.lead, *each).ms.reshape(SAMPLES, len(at))
+        mean: F64 = ms.sum(axis=0) / SAMPLES * self.scale
+        return mean
+
 
 def _mean(each: Answer, n: int) -> Answer:
     """The mean over the samples of each of ``n`` points; a point misses where any of its samples does."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import nan
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 from perfcast_surface.terms import One, Term
 
 from perfcast_engine import quant
-from perfcast_engine.answer import F64, Answer, Points, Source
+from perfcast_engine.answer import F64, Answer, Points, Source, attempt
 from perfcast_engine.errors import InvalidField, SolNotDefined
 from perfcast_engine.quant import QuantMode
 from perfcast_engine.tables.database import Database, Mode
@@ -132,6 +132,10 @@ class Op(ABC):
             return answer.ms.item(0) if answer.source[0] == source else nan
 
         return ms
+
+    def beyond(self, db: Database, at: Points) -> F64:
+        """ms of points that ``terms`` do not know; NaN where they miss."""
+        return attempt(partial(self.evaluate, db), at).ms
 
     def sol(self, db: Database, at: Points) -> Split:
         """The roofline of one instance at N points; SolNotDefined where the kind exports none."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from perfcast_surface.terms import One, Term
 
-from perfcast_engine.answer import Answer, Points, Source, or_else
+from perfcast_engine.answer import F64, Answer, Points, Source, or_else
 from perfcast_engine.errors import PerfDataMissing
 from perfcast_engine.ops.base import Op, Reads, Split
 from perfcast_engine.tables.database import Database, Mode
@@ -65,13 +65,12 @@ class Fallback(Op):
         return terms and tuple(replace(term, scale=term.scale * self.scale) for term in terms)  # type: ignore[type-var]
 
     def outside(self, db: Database) -> One:
-        whole, parts = self.primary.outside(self._measured(db)), super().outside(db)
+        """The measured whole alone: its parts depend on the tokens of the pass too."""
+        whole, scale = self.primary.outside(self._measured(db)), self.scale
+        return lambda *at: whole(*at) * scale
 
-        def ms(batch: int, s: int, prefix: int) -> float:
-            found = whole(batch, s, prefix) * self.scale
-            return found if found == found else parts(batch, s, prefix)
-
-        return ms
+    def beyond(self, db: Database, at: Points) -> F64:
+        return self.primary.beyond(self._measured(db), at) * self.scale
 
 
 def _sum(ops: Iterable[Op], db: Database, at: Points) -> Answer:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import EngineError, InvalidField, check_whole
-from perfcast_engine.step import RankWork
+from perfcast_engine.observed import Priced, RankWork
 
-from perfcast_planning.planner.pass_model import PassModel, Priced
+from perfcast_planning.planner.pass_model import PassModel
 from perfcast_planning.planner.telemetry import MAX_COUNT, Iterations
 
 
@@ -91,7 +91,8 @@ class Passes:
         return cls(work, shape, np.arange(shape[0]), np.ones(shape[0]), shape[0])
 
     def column(self, name: str) -> F64:
-        return np.broadcast_to(self.work.get(name, np.float64(0)), self.shape).ravel()
+        column = self.work.get(name)
+        return np.zeros(self.shape).ravel() if column is None else np.broadcast_to(column, self.shape).ravel()
 
 
 def price_passes(model: PassModel, questions: Sequence[Passes]) -> list[Priced]:

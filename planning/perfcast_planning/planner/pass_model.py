@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import EngineError, InvalidField, check_whole
+from perfcast_engine.observed import Priced
 from perfcast_engine.step import StepModel
 
 from perfcast_planning.planner.fit import Fit, fit
@@ -73,18 +73,6 @@ class Diagnostics:
     correction_ready_buckets: int
 
 
-class Priced(NamedTuple):
-    """Times of N iterations. ms: (N,), NaN where the model knows too little or data miss; errors: those, by index."""
-
-    ms: F64
-    errors: dict[int, EngineError]
-
-    def raise_first(self) -> F64:
-        if self.errors:
-            raise self.errors[min(self.errors)]
-        return self.ms
-
-
 @dataclass(slots=True)
 class PassModel:
     """Iteration times of one engine. ``steps``: its compiled steps, None for a regression."""
@@ -119,11 +107,13 @@ class PassModel:
 
     def price(self, iterations: Iterations) -> Priced:
         """As ``estimate``, with the errors of single iterations beside the times of the others."""
+        if self.steps is not None:
+            known, learned = self._native(iterations), self._factors
+            if not any(map(self._ready, KINDS)):
+                return known
         kind, features = iterations.heaviest()
         if self.steps is None:
             known, learned = Priced(np.where(kind < 0, 0.0, 1.0), {}), self._regressed
-        else:
-            known, learned = self._native(iterations), self._factors
         for code, name in enumerate(KINDS):
             mine = kind == code
             if mine.any():
@@ -137,7 +127,7 @@ class PassModel:
         answer = self.steps.observed(iterations.work)
         with np.errstate(invalid="ignore"):
             np.maximum.at(ms, iterations.owner, answer.ms)
-        for rank, error in answer.errors().items():
+        for rank, error in answer.errors.items():
             errors.setdefault(int(iterations.owner[rank]), error)
         return Priced(ms, errors)
 
