@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from perfcast_engine.answer import F64, Mask
 from perfcast_engine.backends import GIB, KV_TOLERANCE, WORKSPACE_FAMILIES, Backend, backend_named
-from perfcast_engine.config import ParallelConfig
 from perfcast_engine.errors import InvalidField, OutOfMemory, UnsupportedCombination
 from perfcast_engine.models.resolve import Engine
-from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.system import SystemSpec
 
 WIDTHS = (1, 2, 4, 8)  # tensor-parallel widths with figures; wider ones use the last
@@ -25,7 +23,6 @@ WORKSPACE_BLOCK, WORKSPACE_BYTES = 128, 4  # one float32 scale for each block of
 OF_FREE, OF_TOTAL = "of_free", "of_total"
 MOST_SEQUENCES = 2**32
 TRIED = 64  # batches at once, when the largest that fits is looked for
-NAIVE_BYTES = 2  # of an element of weights and cache, whatever the checkpoint says
 
 
 class Footprint(NamedTuple):
@@ -61,43 +58,15 @@ class Footprint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
-    """KV cache that one GPU holds. ``tokens`` of one sequence, after the tolerance; ``breakdown`` in whole bytes."""
+    """KV cache that one GPU holds: bytes, and tokens of one sequence in them; ``breakdown``: whole bytes of everything
+    else; ``within_tolerance``: bytes and tokens left after the tolerance, where one was given."""
 
     capacity_bytes: int
     kv_bytes: int
     kv_tokens: int
     bytes_per_token: int
     breakdown: dict[str, int]
-    source: str  # native, or naive where the model could not be built
-    within_tolerance: tuple[int, int] | None = None  # bytes and tokens left after the tolerance
-
-    @classmethod
-    def of(
-        cls,
-        source: str,
-        capacity: float,
-        held: dict[str, float],
-        budget: float,
-        per_token: int,
-        tokens: Callable[[float], int],
-        tolerance: float | None,
-    ) -> KvCapacity:
-        """With ``budget`` bytes beside those ``held``; ``tokens``: bytes to the longest sequence. OutOfMemory when
-        nothing is left."""
-        if budget <= 0:
-            taken, whole = int(sum(held.values())), int(capacity)
-            told = f"no KV budget: weights, activations and overheads take {taken} of {whole} bytes"
-            raise OutOfMemory(told, fixed_bytes=str(taken), capacity_bytes=str(whole))
-        left = None if tolerance is None else math.floor(math.floor(budget) * (1 - tolerance))
-        return cls(
-            int(capacity),
-            math.floor(budget),
-            tokens(budget),
-            per_token,
-            {name: int(size) for name, size in held.items()},
-            source,
-            None if left is None else (left, tokens(left)),
-        )
+    within_tolerance: tuple[int, int] | None
 
     def blocks(self, block_size: int) -> int:
         if block_size < 1:
@@ -166,13 +135,12 @@ class MemoryModel:
         full = np.ones_like(batch + isl + osl + tokens + prefix + beam)
         tokens = np.where(tokens == 0, (isl - prefix) * batch, tokens) * full
         length = isl + beam * osl if max_seq_len is None else np.atleast_1d(np.asarray(max_seq_len, np.float64))
-        other = self.system.other_mem * (1 + self.backend.other_overhead)
         return Footprint(
             full * (self.weight_bytes / self.pp + encoder[0]),
             self._activations(tokens, drafted, mtp) + encoder[1],
             full * batch * self.kv_bytes(length),
             full * self.system.nccl_mem.get(self.width, 0.0),
-            full * other,
+            full * (self.system.other_mem * (1 + self.backend.other_overhead)),
         )
 
     def _activations(self, tokens: F64, drafted: Any, mtp: bool) -> F64:
@@ -200,8 +168,7 @@ class MemoryModel:
         """The share of memory that the KV cache may fill: as ``given``, else the framework's own default
         (``fixed``: even where the framework derives one)."""
         if given is not None:
-            if not 0 <= given <= 1:
-                raise InvalidField("free_gpu_memory_fraction", f"must lie in [0, 1], not {given!r}")
+            _check_share("free_gpu_memory_fraction", given)
             return given
         if self.backend.kv_derived is not None and not fixed:
             return self.backend.kv_derived(self.capacity, self.tp, self.pp, self.dp)
@@ -234,12 +201,7 @@ class MemoryModel:
         return _largest(lambda batch: self.footprint(batch, isl, osl).total < self.capacity, MOST_SEQUENCES)
 
     def kv_capacity(
-        self,
-        max_num_tokens: int,
-        fraction: float,
-        kind: str | None = None,
-        tolerance: float | None = None,
-        capacity_bytes: float | None = None,
+        self, max_num_tokens: int, fraction: float, kind: str | None = None, tolerance: float | None = None
     ) -> KvCapacity:
         """The KV cache that an engine finds at start-up, sized for ``max_num_tokens`` in flight (spec/06 4.3).
 
@@ -249,21 +211,34 @@ class MemoryModel:
         if kind is not None and kind != own:
             told = f"{self.backend.name} takes {own}, not {kind!r}"
             raise InvalidField("memory_fraction_kind", told, why="fraction_kind")
-        if not 0 <= fraction <= 1:
-            raise InvalidField("memory_fraction", f"must lie in [0, 1], not {fraction!r}", why="range")
+        _check_share("memory_fraction", fraction)
         if tolerance is not None and not 0 <= tolerance < 1:
             raise InvalidField("tolerance_fraction", f"must lie in [0, 1), not {tolerance!r}", why="range")
-        model = self
-        if capacity_bytes is not None:
-            model = replace(self, system=replace(self.system, mem_capacity=capacity_bytes))
-        footprint = model.footprint(1, 1, 1, max_num_tokens, mtp=False)
+        footprint = self.footprint(1, 1, 1, max_num_tokens, mtp=False)
         held = {name: float(getattr(footprint, name)[0]) for name in ("weights", "activations", "others", "nccl")}
-        fixed = np.array([sum(held.values())])
-        budget = float(model.kv_budget(fixed, fraction, reserved=0.0, tolerance=0.0)[0])
+        fixed = sum(held.values())
+        budget = float(self.kv_budget(np.array([fixed]), fraction, reserved=0.0, tolerance=0.0)[0])
+        if budget <= 0:
+            taken, whole = int(fixed), int(self.capacity)
+            told = f"no KV budget: weights, activations and overheads take {taken} of {whole} bytes"
+            raise OutOfMemory(told, fixed_bytes=str(taken), capacity_bytes=str(whole))
         per_token = math.floor(float(self.kv_bytes(np.ones(1))[0]))
-        if budget > 0 >= per_token:
+        if per_token <= 0:
             raise UnsupportedCombination("model", f"no KV cache figures for the {self.family} family")
-        return KvCapacity.of("native", model.capacity, held, budget, per_token, self.kv_tokens, tolerance)
+        left = None if tolerance is None else math.floor(math.floor(budget) * (1 - tolerance))
+        return KvCapacity(
+            int(self.capacity),
+            math.floor(budget),
+            self.kv_tokens(budget),
+            per_token,
+            {name: int(size) for name, size in held.items()},
+            None if left is None else (left, self.kv_tokens(left)),
+        )
+
+
+def _check_share(field: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise InvalidField(field, f"must lie in [0, 1], not {value!r}", why="range")
 
 
 def _largest(fits: Callable[[F64], Mask], limit: int) -> int:
@@ -275,38 +250,6 @@ def _largest(fits: Callable[[F64], Mask], limit: int) -> int:
         held = int(np.count_nonzero(fits(tried)))
         low, high = tried[held - 1] if held else low, tried[held] if held < len(tried) else high
     return int(low)
-
-
-def naive_kv_capacity(
-    spec: ModelSpec,
-    parallel: ParallelConfig,
-    capacity_bytes: float,
-    reservation: float = 0.8,
-    tolerance: float | None = None,
-) -> KvCapacity:
-    """The KV cache of a model that cannot be built, from its geometry alone (spec/06 4.3): a share of what 16-bit
-    weights leave of ``capacity_bytes``. Raises InvalidField for missing geometry, OutOfMemory when nothing is left."""
-    if not 0 <= reservation <= 1:
-        raise InvalidField("kv_reservation", f"must lie in [0, 1], not {reservation!r}", why="range")
-    latent = spec.x.kv_lora_rank + spec.x.qk_rope_head_dim if spec.x.kv_lora_rank else 0
-    heads = 2 * -(-spec.kv_heads // parallel.tp) * spec.head_dim
-    geometry = {"hidden": spec.hidden, "layers": spec.layers, "vocab": spec.vocab, "kv_heads": latent or heads}
-    geometry["inter"] = spec.moe.inter if spec.moe.experts else spec.inter
-    missing = [name for name, value in geometry.items() if not value]
-    if missing:
-        raise InvalidField("model", f"{spec.id} does not state {', '.join(missing)}", why="geometry")
-    per_token = (latent or heads) * spec.layers * NAIVE_BYTES
-    ranks = parallel.tp * parallel.pp
-    shared = 2 * spec.vocab * spec.hidden + spec.layers * 4 * spec.hidden**2
-    moe = spec.moe
-    if moe.experts:
-        experts = moe.experts * 3 * spec.hidden * moe.inter // ((parallel.moe_tp or 1) * (parallel.moe_ep or 1))
-        weights = shared * NAIVE_BYTES // ranks + spec.layers * experts * NAIVE_BYTES // parallel.pp
-    else:
-        weights = (shared + spec.layers * 3 * spec.hidden * spec.inter) * NAIVE_BYTES // ranks
-    budget = max(capacity_bytes - weights, 0) * reservation
-    held = {"weights": float(weights)}
-    return KvCapacity.of("naive", capacity_bytes, held, budget, per_token, lambda n: int(n // per_token), tolerance)
 
 
 def memory_of(engine: Engine) -> MemoryModel:

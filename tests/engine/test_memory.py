@@ -5,10 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from perfcast_engine.backends import BACKENDS, MIB
-from perfcast_engine.config import ParallelConfig
 from perfcast_engine.errors import InvalidField, OutOfMemory, UnsupportedCombination
-from perfcast_engine.memory import naive_kv_capacity
-from perfcast_engine.models.registry import Registry
 
 from tests.planning.toy import WEIGHT_BYTES, worker
 
@@ -136,31 +133,7 @@ def test_capacity_requests_are_checked(arguments, field):
 
 
 def test_no_budget_is_an_error_that_shows_the_sum():
+    model = memory("vllm")
     with pytest.raises(OutOfMemory) as error:
-        memory("vllm").kv_capacity(8192, 0.9, capacity_bytes=15e9)
+        dataclasses.replace(model, system=dataclasses.replace(model.system, mem_capacity=15e9)).kv_capacity(8192, 0.9)
     assert error.value.details["capacity_bytes"] == str(int(15e9))
-
-
-@pytest.mark.parametrize(
-    ("model", "parallel", "kv_bytes", "per_token", "tokens"),
-    [  # figures of the reference engine for a GPU of 80 GB that it has no tables of
-        ("Qwen/Qwen3-8B", {}, 49445765120, 147456, 335325),
-        ("Qwen/Qwen3-8B", {"tp": 2, "pp": 2}, 60361441280, 73728, 818704),
-        ("openai/gpt-oss-20b", {"tp": 2}, 31859900416, 24576, 1296382),
-        ("Qwen/Qwen3-30B-A3B", {"tp": 2, "moe_tp": 2, "moe_ep": 1}, 39665067622, 49152, 806987),
-    ],
-)
-def test_naive_capacity_needs_only_the_geometry(model, parallel, kv_bytes, per_token, tokens):
-    spec = Registry.load().get(model)
-    found = naive_kv_capacity(spec, ParallelConfig(**parallel), 80e9, tolerance=0.1)
-    assert (found.kv_bytes, found.bytes_per_token, found.kv_tokens) == (kv_bytes, per_token, tokens)
-    assert found.within_tolerance[0] == int(kv_bytes * 0.9)
-    assert found.source == "naive"
-
-
-def test_naive_capacity_refuses_what_it_cannot_know():
-    models = Registry.load()
-    with pytest.raises(InvalidField, match="inter"):
-        naive_kv_capacity(models.get("nvidia/Llama-3_3-Nemotron-Super-49B-v1"), ParallelConfig(), 80e9)
-    with pytest.raises(OutOfMemory):
-        naive_kv_capacity(models.get("deepseek-ai/DeepSeek-V3"), ParallelConfig(tp=8, moe_ep=8, moe_tp=1), 80e9)

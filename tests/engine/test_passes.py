@@ -1,4 +1,4 @@
-"""Whole passes from a user's measured table: files, cells, look-ups, mixed passes (spec/04 section 10)."""
+"""Whole passes from a user's measured table: files, cells, look-ups, sums over ranks (spec/04 section 10)."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 from perfcast_engine.answer import Points, Source
-from perfcast_engine.errors import DataCorrupt, InvalidField, PerfDataMissing
+from perfcast_engine.errors import DataCorrupt, PerfDataMissing
 from perfcast_engine.ops.dsv4 import Mhc
 from perfcast_engine.ops.fpm_table import FpmForward
 from perfcast_engine.ops.memory_bound import Elementwise
@@ -272,32 +272,11 @@ class TestPrefill:
         assert engine.decode.evaluate(engine.db, Points.of(2, 1000)).ms[0] == pytest.approx(4.4)
 
 
-class TestMixed:
-    def ask(self, engine, *point):
-        return float(engine.mixed(*(np.array([float(v)]) for v in point)).raise_first().ms[0])
-
-    def test_ranks_add_what_decodes_cost_beyond_an_empty_pass(self):
-        engine = passes()
-        columns = np.array([[1, 1024, 0, 0, 0], [0, 0, 0, 8, 8000], [1, 1024, 0, 8, 8000]], np.float64).T
-        prefill, decode, empty = 10.24, 4.8 + 0.8, 4.8 + 0.0008
-        assert engine.totals(*columns).ms == pytest.approx([prefill, decode, prefill + decode - empty])
-
-    def test_whole_prompts_carry_the_decoded_tokens(self):
-        # two prompts of 500 new tokens over 400 cached; eight decodes over 900 + 10 + 1
-        expected = prefill_ms(passes(), 2, 1008, 800) + (8 * 911 - 8) / 10000
-        assert self.ask(passes(), 1000, 8, 900, 20, 400) == pytest.approx(expected)
-
-    def test_chunks_are_averaged(self):
-        engine = passes()
-        chunks = [prefill_ms(engine, 1, 400 + 8, 0), prefill_ms(engine, 1, 200 + 8, 400)]
-        assert self.ask(engine, 400, 8, 600, 20, 0) == pytest.approx(np.mean(chunks) + (8 * 611 - 8) / 10000)
-
-    def test_decode_alone(self):
-        assert self.ask(passes(), 0, 8, 600, 20, 0) == pytest.approx(4.8 + 8 * 611 / 10000)
-
-    def test_nothing_new(self):
-        with pytest.raises(InvalidField):
-            self.ask(passes(), 100, 0, 600, 20, 600)
+def test_a_pass_adds_what_its_decodes_cost_beyond_an_empty_pass():
+    engine = passes()
+    columns = np.array([[1, 1024, 0, 0, 0], [0, 0, 0, 8, 8000], [1, 1024, 0, 8, 8000]], np.float64).T
+    prefill, decode, empty = 10.24, 4.8 + 0.8, 4.8 + 0.0008
+    assert engine.totals(*columns).ms == pytest.approx([prefill, decode, prefill + decode - empty])
 
 
 def test_arrays_are_answered_point_by_point():

@@ -217,7 +217,7 @@ def capacity(engine: Worker, given: dict[str, Any]) -> dict[str, Any]:
         "total_kv_size_bytes": found.kv_bytes,
         "kv_size_per_token_bytes": found.bytes_per_token,
         "total_kv_size_tokens": found.kv_tokens,
-        "source": found.source,
+        "source": "native",  # the only one there is: nothing is guessed of a model that cannot be built
         "memory_breakdown": {
             "weights_bytes": found.breakdown["weights"],
             "activations_bytes": found.breakdown["activations"],
