@@ -36,8 +36,8 @@ CLIENT_NEEDS = {"grpc", "google", "numpy"}
 # From the ground up; a module imports only what stands before it.
 FLOORS = {
     "engine": (
-        "errors", "data", "quant", "system", "answer", "profiles", "interp", "tables", "ops", "backends", "models.spec",
-        "config", "models", "origin",
+        "errors", "data", "formula", "quant", "system", "answer", "profiles", "interp", "tables", "ops", "backends",
+        "models.spec", "config", "models", "origin",
         "token_table", "step_result", "phase", "quick", "step", "whole_pass", "compiled", "memory", "predictor",
         "coverage",
     ),

@@ -2,74 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from perfcast_engine.answer import F64
 from perfcast_engine.data import table
 from perfcast_engine.errors import Reason, UnknownName
+from perfcast_engine.formula import compiled, let, scope, value
 
 MIB = 2.0**20
 GIB = 2.0**30
 
 Coefficients = tuple[float, float, float, float]  # at a tensor-parallel width of 1, 2, 4, 8
-
-
-@dataclass(frozen=True, slots=True)
-class LinearQueue:
-    """TTFT over prefill time, growing with the iterations that the prompts of a batch need."""
-
-    base: float
-    free_steps: int
-    share: float  # of the steps ahead that a request waits for
-    slope: float
-    cap: float
-
-    def __call__(self, steps: F64, batch: F64) -> F64:
-        return np.minimum(self.base + (steps - self.free_steps) / self.share / self.slope, self.cap)
-
-
-@dataclass(frozen=True, slots=True)
-class LogQueue:
-    """TTFT over prefill time, growing with the logarithm of the batch."""
-
-    slope: float
-    cap: float
-
-    def __call__(self, steps: F64, batch: F64) -> F64:
-        return np.minimum(1.0 + np.log2(np.maximum(batch, 1.0)) / self.slope, self.cap)
-
-
-@dataclass(frozen=True, slots=True)
-class StaticFraction:
-    """How SGLang derives mem_fraction_static (MiB throughout): what chunks, parallelism and CUDA graphs reserve."""
-
-    tiers: Sequence[tuple[float, int, int, int]]  # memory below, prefill chunk, graph batch, the same from tp 4 on
-    base: float
-    per_chunk_token: float
-    per_eight_ranks: float
-    per_graph_entry: float
-    per_dp_graph_entry: float
-    large_dp_graph: tuple[int, float]
-    large_memory: tuple[float, float]  # above this memory reserve at least that
-
-    def __call__(self, mem_capacity: float, tp: int, pp: int, dp: int) -> float:
-        mib = mem_capacity / MIB
-        _, chunk, graph, wide_graph = next(tier for tier in self.tiers if mib < tier[0])
-        graph = wide_graph if tp >= 4 else graph
-        reserved = self.base + self.per_chunk_token * chunk
-        reserved += tp * pp / 8 * self.per_eight_ranks + self.per_graph_entry * graph
-        if dp > 1:
-            reserved += self.per_dp_graph_entry * graph * dp
-            if graph > self.large_dp_graph[0]:
-                reserved += self.large_dp_graph[1] * graph * dp
-        if mib > self.large_memory[0]:
-            reserved = max(reserved, self.large_memory[1])
-        return round((mib - reserved) / mib, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +24,7 @@ class Backend:
 
     name: str
     # scheduler (spec/06 section 3)
-    queue: LinearQueue | LogQueue
+    queue: Callable[[F64, F64], F64]  # (iterations that the prompts of a batch need, batch) to TTFT over prefill time
     decode_saturates: bool  # prefill-bound iterations decode only what the prompts feed them
     ramp_steps: int  # mixed steps of a batch that no decode sees
     dispatch_ms_per_layer: float
@@ -94,7 +40,8 @@ class Backend:
     kv_of_free: bool  # the fraction is of what weights leave free, not of the whole memory
     kv_reserved: float
     kv_fraction: Mapping[str, float]  # by version prefix; the first that fits
-    kv_derived: StaticFraction | None  # instead of kv_fraction, but for aggregated engines in the reference
+    # (memory capacity, tp, pp, dp) to the fraction, instead of kv_fraction; not for aggregated engines of the reference
+    kv_derived: Callable[[float, int, int, int], float] | None
     # deployment (spec/06 sections 9 and 10)
     excludes: Sequence[tuple[str, str]]  # parallel widths that may not both exceed one
     context_parallel: bool
@@ -103,9 +50,13 @@ class Backend:
 
 def _backend(name: str, row: dict[str, Any]) -> Backend:
     queue, derived = row["queue"], row["kv_derived"]
+
+    def kv_derived(mem_capacity: float, tp: int, pp: int, dp: int) -> float:
+        return float(let(derived, scope(mem_capacity=mem_capacity, tp=tp, pp=pp, dp=dp))["fraction"])
+
     made: dict[str, Any] = {
-        "queue": LinearQueue(**queue) if "free_steps" in queue else LogQueue(**queue),
-        "kv_derived": StaticFraction(**derived) if derived else None,
+        "queue": lambda steps, batch: value(compiled(queue), scope(steps=steps, batch=batch)),
+        "kv_derived": kv_derived if derived else None,
         "workspace_by_hidden": frozenset(row["workspace_by_hidden"]),
     }
     return Backend(name=name, **(row | made))

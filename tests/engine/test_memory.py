@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from perfcast_engine.backends import BACKENDS, MIB
+from perfcast_engine.backends import BACKENDS
 from perfcast_engine.errors import InvalidField, OutOfMemory, UnsupportedCombination
 
 from tests.planning.toy import WEIGHT_BYTES, worker
@@ -34,7 +34,7 @@ def test_floors_and_overheads_come_from_the_backend_table():
         held = memory(name).footprint(1, 1, 1, 1)
         assert held.activations[0] == backend.activation_floor * (1 + backend.activation_overhead)
         assert held.others[0] == 3e9 * (1 + backend.other_overhead)
-    assert BACKENDS["sglang"].activation_floor == 90 * MIB
+    assert BACKENDS["sglang"].activation_floor == 90 * 2**20
 
 
 def test_draft_tokens_widen_activations_by_their_share():

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from perfcast_engine.formula import Names, let
 from perfcast_engine.models.deployment import Deployment
 from perfcast_engine.models.families import Family, family_row, row
-from perfcast_engine.models.formula import Names, compiled, value
 from perfcast_engine.models.kv_cache import KvCurve, kv_curve
 from perfcast_engine.models.layers import layers
 from perfcast_engine.models.names import deployment_names, distribution, phase_names
@@ -60,10 +60,9 @@ def _ops(d: Deployment, row: Family, names: Names, repeat: float = 1.0) -> Itera
     """The operators of one phase; ``repeat``: instances of everything, above one with speculative decoding."""
     context = names["context"]
     names |= {"repeat": repeat, "slower": 1.0 if context else row.decode_factor}
-    for name, formula in row.let.items():
-        names[name] = value(compiled(formula), names)
+    let(row.let, names)
     names["distribution"] = distribution(d, names["alpha"], context)
     names["kv_bytes_per_layer"] = lambda: float(kv_curve(d, per_stage=False).bytes(1)) / d.spec.layers
     for selector, parts in row.segments:
         for layer in layers(selector, names):
-            yield from row.book(context).emit(parts, names, vars(layer))
+            yield from row.book(context).emit(parts, names, layer)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from perfcast_engine.data import table
-from perfcast_engine.models.formula import compiled, scope, value
+from perfcast_engine.formula import compiled, scope, value
 from perfcast_engine.models.parts import PartBook, common_parts
 from perfcast_engine.models.spec import ModelSpec
 

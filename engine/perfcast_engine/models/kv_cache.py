@@ -10,8 +10,8 @@ import numpy as np
 
 from perfcast_engine.answer import F64
 from perfcast_engine.data import table
+from perfcast_engine.formula import Names, compiled, let, value
 from perfcast_engine.models.deployment import Deployment
-from perfcast_engine.models.formula import Names, compiled, value
 from perfcast_engine.models.layers import layers
 from perfcast_engine.models.names import deployment_names
 from perfcast_engine.profiles import KV_ON_EVERY_STAGE
@@ -80,13 +80,12 @@ def _curve(row: Mapping[str, Any], names: Names, stages: int) -> KvCurve:
     def figure(fields: Mapping[str, Any], name: str) -> float:
         return float(value(compiled(fields.get(name, 0)), names))
 
-    for name, formula in row.get("let", {}).items():
-        names[name] = value(compiled(formula), names)
+    let(row.get("let", {}), names)
     elements, pieces, mode_bytes = 0.0, [], names["kv_bytes"]
     for layer in layers(row["layers"], names) if "layers" in row else ():
-        each = layer.count * layer.kv_heads * (layer.qk + layer.v)
+        each = layer["count"] * layer["kv_heads"] * (layer["qk"] + layer["v"])
         elements += each
-        pieces.append(Piece(each * mode_bytes / stages, layer.window))
+        pieces.append(Piece(each * mode_bytes / stages, layer["window"]))
     for piece in row.get("pieces", ()):
         each = figure(piece, "elements")
         elements += each

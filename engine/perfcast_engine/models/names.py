@@ -6,8 +6,8 @@ from functools import partial
 
 from perfcast_engine import quant
 from perfcast_engine.data import table
+from perfcast_engine.formula import Names, scope
 from perfcast_engine.models.deployment import Deployment
-from perfcast_engine.models.formula import Names, scope
 from perfcast_engine.ops.all_to_all import comm_backend, wire_dtype
 from perfcast_engine.ops.base import Role
 from perfcast_engine.profiles import MODEL_SWITCHES

@@ -6,65 +6,19 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from importlib import import_module
 from typing import Any
 
+from perfcast_engine import ops
 from perfcast_engine.data import table
 from perfcast_engine.errors import DataCorrupt
-from perfcast_engine.models.formula import Names, compiled, parse, record, value
-from perfcast_engine.ops.all_to_all import MoeAllToAll
-from perfcast_engine.ops.attention import ContextAttention, EncoderAttention, GenerationAttention
+from perfcast_engine.formula import Names, compiled, parse, record, value
 from perfcast_engine.ops.base import Op
-from perfcast_engine.ops.collective import P2P, AllReduce, Nccl
 from perfcast_engine.ops.composite import Fallback, Overlap
-from perfcast_engine.ops.dsa import DsaContext, DsaGeneration, MsaContext, MsaGeneration
-from perfcast_engine.ops.dsv4 import Dsv4Context, Dsv4Generation, Mhc
-from perfcast_engine.ops.gemm import Gemm
-from perfcast_engine.ops.large_ep import MegaMoe, MoeExperts
-from perfcast_engine.ops.memory_bound import Elementwise, Embedding
-from perfcast_engine.ops.mla import (
-    ContextMla,
-    ContextMlaModule,
-    GenerationMla,
-    GenerationMlaModule,
-    MlaBmm,
-    WideEpContextMla,
-    WideEpGenerationMla,
-)
-from perfcast_engine.ops.moe import Moe
-from perfcast_engine.ops.moe_dispatch import MoeDispatch
-from perfcast_engine.ops.state_space import Gdn, Kda, Mamba2
 
 NAME = 'tag + prefix + f"{}"'
 SCALE = "count * repeat * (slower if repeated else 1.0)"
 TEXTS = frozenset({"prefix", "tag", "name", "step", "operation", "half", "donor_architecture"})  # no formulas
-# kind of row -> operator of both phases, or of prefill and of decode
-KINDS: Mapping[str, tuple[type[Op], ...]] = {
-    "gemm": (Gemm,),
-    "mem": (Elementwise,),
-    "norm": (Elementwise,),
-    "embedding": (Embedding,),
-    "allreduce": (AllReduce,),
-    "p2p": (P2P,),
-    "collective": (Nccl,),
-    "attention": (ContextAttention, GenerationAttention),
-    "image_attention": (EncoderAttention,),
-    "latent_attention": (ContextMla, GenerationMla),
-    "latent_module": (ContextMlaModule, GenerationMlaModule),
-    "wide_latent_attention": (WideEpContextMla, WideEpGenerationMla),
-    "absorbed": (MlaBmm,),
-    "dsa": (DsaContext, DsaGeneration),
-    "msa": (MsaContext, MsaGeneration),
-    "dsv4": (Dsv4Context, Dsv4Generation),
-    "mhc": (Mhc,),
-    "mamba2": (Mamba2,),
-    "gdn": (Gdn,),
-    "kda": (Kda,),
-    "moe": (Moe,),
-    "dispatch": (MoeDispatch,),
-    "mega_experts": (MegaMoe,),
-    "wide_experts": (MoeExperts,),
-    "all_to_all": (MoeAllToAll,),
-}
 
 Emit = Callable[[Names, Names], Iterable[Op]]  # figures of a phase and of a layer to operators
 
@@ -137,14 +91,15 @@ class PartBook:
 
     def _operator(self, row: Mapping[str, Any]) -> Emit:
         kind, name = next(iter(row.items()))
-        if kind not in KINDS:
+        kinds = table("models/parts")["kinds"]
+        if kind not in kinds:
             raise DataCorrupt(f"parts.yaml: {kind!r} of {name!r} is no kind of row")
-        given = {**table("models/parts")["kinds"][kind], **row}
+        given = {**kinds[kind], **row}
+        operators = [_operator_named(path) for path in given.pop("operator").split()]
         when = parse(given.pop("when", True))
         given = {field: field for field in given.pop("same", ())} | given
         formulas = {field: parse(formula, field in TEXTS) for field, formula in given.items() if field != kind}
         formulas |= {"name": parse(NAME.format(name)), "scale": parse(SCALE)}
-        operators = KINDS[kind]
         operator = operators[0 if self.context else -1]
         made = {each.name: formulas[each.name] for each in fields(operator) if each.name in formulas}
         used = {node.id for tree in made.values() for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -158,6 +113,13 @@ class PartBook:
             return () if arguments is None else (operator(**arguments),)
 
         return emit
+
+
+def _operator_named(path: str) -> type[Op]:
+    """The class that "module.Class" names in the room of operators."""
+    module, name = path.split(".")
+    found: type[Op] = getattr(import_module(f"{ops.__name__}.{module}"), name)
+    return found
 
 
 @cache

@@ -8,9 +8,9 @@ from perfcast_engine.backends import backend_named
 from perfcast_engine.config import ParallelConfig
 from perfcast_engine.data import table
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
+from perfcast_engine.formula import Names, compiled, value
 from perfcast_engine.models.deployment import Deployment
 from perfcast_engine.models.families import family_row, is_moe, runs_large_ep
-from perfcast_engine.models.formula import Names, compiled, value
 from perfcast_engine.models.spec import ModelSpec
 
 

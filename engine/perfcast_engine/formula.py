@@ -8,10 +8,22 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
+import numpy as np
+
 from perfcast_engine.errors import DataCorrupt
 
 Names = dict[str, Any]
-FUNCTIONS: Mapping[str, Any] = {"min": min, "max": max, "sum": sum, "int": int, "float": float}
+FUNCTIONS: Mapping[str, Any] = {
+    "min": min,
+    "max": max,
+    "sum": sum,
+    "int": int,
+    "float": float,
+    "round": round,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "log2": np.log2,  # of arrays
+}
 
 
 def parse(formula: Any, text: bool = False) -> ast.expr:
@@ -64,3 +76,10 @@ def value(code: CodeType, names: Names, local: Names | None = None) -> Any:
 def scope(**names: Any) -> Names:
     """Names for formulas: the given ones and FUNCTIONS, no built-in ones."""
     return {"__builtins__": {}, **FUNCTIONS, **names}
+
+
+def let(figures: Mapping[str, Any], names: Names) -> Names:
+    """``names`` with ``figures`` added to them, each a formula over those before it."""
+    for name, formula in figures.items():
+        names[name] = value(compiled(formula), names)
+    return names
