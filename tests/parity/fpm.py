@@ -10,11 +10,10 @@ from perfcast_client.adapters import fpm
 from perfcast_client.adapters.forward_pass import UNAVAILABLE
 from perfcast_client.adapters.records import engine_of
 from perfcast_engine.errors import EngineError, InvalidField
-from perfcast_engine.ops.fpm_table import FpmForward
-from perfcast_engine.tables.passes import PassTable
-from perfcast_engine.whole_pass import WholePass
 from perfcast_planning.planner.pass_model import LearningOptions, PassModel
+from perfcast_planning.planner.pass_table import PassTable
 from perfcast_planning.planner.telemetry import Iterations, RankRecord
+from perfcast_planning.planner.whole_pass import WholePass
 from perfcast_server.wire import engine_config
 from perfcast_systems.passes import IDENTITY
 
@@ -140,13 +139,8 @@ def pass_table(case: dict[str, Any]) -> dict[str, Any]:
         "kv_seed_regime": rows["kv_seed_regime"],
     }
     table = PassTable.of(columns, identity)
-    prefill, decode = (
-        FpmForward(
-            name=phase, phase=phase, table=table, ops=tuple(decode_op(op) for op in case[f"{phase}_roofline_ops"])
-        )
-        for phase in ("prefill", "decode")
-    )
-    passes = WholePass(prefill, decode, database_of({**case, "mode": "SILICON"}))
+    ops = (tuple(map(decode_op, case[f"{phase}_roofline_ops"])) for phase in ("prefill", "decode"))
+    passes = WholePass(table, *ops, database_of({**case, "mode": "SILICON"}))
     fields = ("num_prefill_requests", "sum_prefill_tokens", "sum_prefill_kv_tokens", "num_decode_requests")
     queries = [[q["scheduled"].get(field, 0) for field in (*fields, "sum_decode_kv_tokens")] for q in case["queries"]]
     answer = passes.totals(*np.array(queries, np.float64).T)

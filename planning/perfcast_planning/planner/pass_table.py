@@ -9,16 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from perfcast_systems.passes import IDENTITY, PassTableError, read_passes
-
 from perfcast_engine.answer import F64
-from perfcast_engine.errors import DataCorrupt, PerfDataMissing
+from perfcast_engine.errors import PerfDataMissing
 from perfcast_engine.interp.sites import Curves
-from perfcast_engine.tables.database import Database
 
 SPELLINGS = {("attention_backend", "flashinfer"): "auto"}  # what the engine chooses by itself
 FLAT = 0.05  # median deviation between batches of equal totals
@@ -33,24 +29,13 @@ class PassTable:
     decode: Curves | None
 
     @classmethod
-    def read(cls, folder: Path, db: Database, identity: Mapping[str, Any], repair: bool = True) -> PassTable:
-        """As ``of``, from the files in ``folder``; PerfDataMissing where there are none, DataCorrupt for bad ones."""
-        try:
-            columns = read_passes(folder, db.system.name, db.backend, db.version)
-        except PassTableError as error:
-            raise DataCorrupt(str(error), path=str(error.path)) from error
-        if columns is None:
-            raise PerfDataMissing(f"no table of whole passes in {folder}", table="fpm_forward")
-        return cls.of(columns, identity, repair)
-
-    @classmethod
     def of(cls, columns: Mapping[str, Sequence[Any]], identity: Mapping[str, Any], repair: bool = True) -> PassTable:
-        """The cell that ``identity`` (names of ``IDENTITY``) describes; PerfDataMissing unless there is exactly one.
+        """The cell that ``identity`` (columns of the table) describes; PerfDataMissing unless there is exactly one.
 
         ``repair``: replace decode passes that were measured on a faked cache by the trend of real ones.
         """
-        wanted = tuple(_spelled(name, identity[name]) for name in IDENTITY)
-        cells = list(zip(*([_spelled(name, value) for value in columns[name]] for name in IDENTITY), strict=True))
+        wanted = tuple(_spelled(name, identity[name]) for name in identity)
+        cells = list(zip(*([_spelled(name, value) for value in columns[name]] for name in identity), strict=True))
         mine = np.array([cell == wanted for cell in cells], np.bool_)
         ids = {cell for cell, own in zip(columns["cell_id"], mine, strict=True) if own}
         if len(ids) != 1:
@@ -81,8 +66,8 @@ class PassTable:
         deviation: list[F64] = []
         for low, high in pairwise(batches):
             for site in np.flatnonzero(curves.sites[:, 0] == high):
-                below = int(curves.find(np.array([[low, curves.sites[site, 1]]]))[0])
-                if below < 0:
+                below = curves.find(low, curves.sites[site, 1])
+                if below is None:
                     continue
                 own, other = curves.rows(int(site)), curves.rows(below)
                 shared = (curves.x[own] >= curves.first[below]) & (curves.x[own] <= curves.last[below])

@@ -7,13 +7,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-from perfcast_engine.answer import Points, Source
-from perfcast_engine.errors import DataCorrupt, PerfDataMissing
+from perfcast_engine.answer import Source
+from perfcast_engine.errors import PerfDataMissing
 from perfcast_engine.ops.dsv4 import Mhc
-from perfcast_engine.ops.fpm_table import FpmForward
 from perfcast_engine.ops.memory_bound import Elementwise
-from perfcast_engine.tables.passes import PassTable
-from perfcast_engine.whole_pass import WholePass
+from perfcast_planning.planner.pass_table import PassTable
+from perfcast_planning.planner.whole_pass import WholePass
 from perfcast_systems.passes import HEADER, IDENTITY, SIDECAR, TABLE, PassTableError, read_passes
 
 from tests.engine.handmade import database
@@ -69,14 +68,12 @@ def columns(content):
 class TestFiles:
     def test_absent(self, tmp_path):
         assert read(tmp_path) is None
-        with pytest.raises(PerfDataMissing):
-            PassTable.read(tmp_path, database(), CELL)
 
     def test_read(self, tmp_path):
         write(tmp_path, rows())
         found = read(tmp_path)
         assert len(found["latency_ms"]) == len(PREFILL) + len(DECODE)
-        table = PassTable.read(tmp_path, database(), CELL)
+        table = PassTable.of(found, CELL)
         assert table.prefill.sites.tolist()[:2] == [[1, 0], [1, 1000]]
         assert table.decode.sites[:, 0].tolist() == [1, 2, 8, 9, 16]
 
@@ -97,8 +94,6 @@ class TestFiles:
         write(tmp_path, rows(), **header)
         with pytest.raises(PassTableError):
             read(tmp_path)
-        with pytest.raises(DataCorrupt):
-            PassTable.read(tmp_path, database(), CELL)
 
     def test_a_whole_float_version_is_the_version(self, tmp_path):
         write(tmp_path, rows(), schema_version=6.0)
@@ -192,17 +187,16 @@ ROOFLINE = (Elementwise(name="norm", bytes_per_token=8e6),)
 
 def passes(prefill=PREFILL, decode=DECODE, ops=ROOFLINE):
     table = PassTable.of(columns(rows(prefill, decode)), CELL)
-    phases = (FpmForward(name=phase, phase=phase, table=table, ops=ops) for phase in ("prefill", "decode"))
-    return WholePass(*phases, database())
+    return WholePass(table, ops, ops, database())
 
 
 def decode_ms(engine, batch, kv):
-    answer = engine.decode.at_totals(engine.db, *np.array([[batch], [0], [kv]], np.float64))
+    answer = engine.decode(*np.array([[batch], [kv]], np.float64))
     return float(answer.ms[0])
 
 
 def prefill_ms(engine, batch, tokens, kv):
-    answer = engine.prefill.at_totals(engine.db, *np.array([[batch], [tokens], [kv]], np.float64))
+    answer = engine.prefill(*np.array([[batch], [tokens], [kv]], np.float64))
     return float(answer.ms[0])
 
 
@@ -235,7 +229,7 @@ class TestDecode:
 
     def test_baseline_is_the_least_cache(self):
         engine = passes()
-        assert engine.decode.baseline(engine.db, np.array([9.0])).ms[0] == pytest.approx(4.9 + 0.0009)
+        assert engine.baseline(np.array([9.0])).ms[0] == pytest.approx(4.9 + 0.0009)
 
 
 class TestPrefill:
@@ -262,14 +256,12 @@ class TestPrefill:
         assert prefill_ms(engine, 2, 576, 2000) == pytest.approx(5.96)
         assert np.isnan(prefill_ms(engine, 1, 128, 500))
 
-    def test_the_call_of_an_operator_is_turned_into_totals(self):
-        engine = passes()
-        answer = engine.prefill.evaluate(engine.db, Points.of(2, 288, [1000, 99999]))
+    def test_what_is_measured_is_told_from_what_misses(self):
+        answer = passes().prefill(*np.array([[2, 2], [576, 576], [2000, 199998]], np.float64))
         assert answer.ms[0] == pytest.approx(5.96)
         assert answer.source[0] == Source.SILICON
         assert answer.missing().tolist() == [False, True]
         assert isinstance(answer.first_error(), PerfDataMissing)
-        assert engine.decode.evaluate(engine.db, Points.of(2, 1000)).ms[0] == pytest.approx(4.4)
 
 
 def test_a_pass_adds_what_its_decodes_cost_beyond_an_empty_pass():
