@@ -23,7 +23,7 @@ PASSES = {"all_reduce": 2, "all_gather": 1, "alltoall": 1, "reduce_scatter": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class _Collective(TokenOp):
-    """Measured as curves (ms over elements), one a group size, in ``tables`` by preference. ``tail`` is the key below
+    """Measured as curves (ms over elements), one a group size, in ``tables`` by preference; ``tail`` is the key below
     the group size."""
 
     gpus: int
@@ -35,18 +35,20 @@ class _Collective(TokenOp):
 
     @property
     @abstractmethod
-    def head(self) -> tuple[Key, ...]:
-        """The key above the group size."""
+    def work(self) -> tuple[str, float]:
+        """The operation, and the elements a token that each GPU contributes or receives."""
 
-    @abstractmethod
     def elements(self, at: Points) -> F64:
-        """What each GPU contributes or receives."""
+        return self.tokens(at) * self.work[1]
 
-    @abstractmethod
     def ring(self, system: SystemSpec, elements: F64, gpus: int) -> F64:
         """The roofline, ms; 0 for one GPU or an unknown operation."""
+        moved = PASSES.get(self.work[0], 0) * (elements * COMM[self.quant].bytes)
+        return moved / max(gpus, 1) * max(gpus - 1, 0) / system.group_bw(gpus) * 1000
 
     def price(self, db: Database, at: Points) -> Answer:
+        if self.gpus <= 1:
+            return Answer.zero(len(at), Source.SOL if db.mode is Mode.SOL else Source.EMPIRICAL)
         return by_mode(
             db,
             Points.of(1, 1, x=self.elements(at)),
@@ -57,7 +59,7 @@ class _Collective(TokenOp):
 
     def _silicon(self, db: Database, elements: F64) -> Answer:
         largest = self._largest(db, self.tables)
-        key = (*self.head, min(self.gpus, largest), *self.tail)
+        key = (*self.named_key, min(self.gpus, largest), *self.tail)
         # a curve is held in proportion to the message size, which the roofline is too
         curves = [Slice(table, key, lambda size: size) for table in self.tables]
         held = next((curve for curve in curves if curve.find(db) is not None), None)
@@ -80,7 +82,7 @@ class _Collective(TokenOp):
     def _estimate(self, db: Database, elements: F64) -> Answer:
         table = next((table for table in self.tables if db.find(table) is not None), self.tables[0])
         group = min(self.gpus, self._largest(db, (table,)))
-        key = (*self.head, group, *self.tail)
+        key = (*self.named_key, group, *self.tail)
         curve = Slice(table, key, lambda size: self.ring(db.system, size, group), also="util")
         basis = curve.basis(db)._replace(tier=Tier.EMPIRICAL if group == self.gpus else Tier.XSHAPE)
         return estimated(basis, (elements,), self.ring(db.system, elements, self.gpus), self.name)
@@ -88,14 +90,7 @@ class _Collective(TokenOp):
     def _largest(self, db: Database, names: tuple[str, ...]) -> int:
         """The largest measured group; the asked one where none was measured."""
         tables = [table for table in map(db.find, names) if table is not None]
-        return max((int(gpus) for table in tables for gpus in table.children(*self.head)), default=self.gpus)
-
-
-def _ring(system: SystemSpec, operation: str, moved: F64, gpus: int) -> F64:
-    """The time in ms of a collective over ``moved`` bytes."""
-    if gpus <= 1 or operation not in PASSES:
-        return np.zeros(len(moved))
-    return PASSES[operation] * moved / gpus * (gpus - 1) / system.group_bw(gpus) * 1000
+        return max((int(gpus) for table in tables for gpus in table.children(*self.named_key)), default=self.gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,25 +100,14 @@ class Nccl(_Collective):
     operation: str
     elements_per_token: float
 
-    tables = ("nccl", "oneccl")
+    tables, keyed_by = ("nccl", "oneccl"), ("quant", "operation")
 
     @property
-    def head(self) -> tuple[Key, ...]:
-        return self.quant, self.operation
-
-    def elements(self, at: Points) -> F64:
-        return self.tokens(at) * self.elements_per_token
-
-    def ring(self, system: SystemSpec, elements: F64, gpus: int) -> F64:
-        return _ring(system, self.operation, elements * COMM[self.quant].bytes, gpus)
+    def work(self) -> tuple[str, float]:
+        return self.operation, self.elements_per_token
 
     def sol(self, db: Database, at: Points) -> Split:
         return Split.memory(self.ring(db.system, self.elements(at), self.gpus))
-
-    def price(self, db: Database, at: Points) -> Answer:
-        if self.gpus <= 1:
-            return Answer.zero(len(at), Source.SOL if db.mode is Mode.SOL else Source.EMPIRICAL)
-        return super().price(db, at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,26 +116,22 @@ class AllReduce(_Collective):
 
     hidden: int
 
-    tables, tail = ("custom_allreduce",), ("AUTO",)
-    head = ("half",)
+    tables, keyed_by, tail = ("custom_allreduce",), ("quant",), ("AUTO",)
 
-    def elements(self, at: Points) -> F64:
-        return self.tokens(at) * self.hidden
-
-    def ring(self, system: SystemSpec, elements: F64, gpus: int) -> F64:
-        return _ring(system, "all_reduce", elements * 2, gpus)
+    @property
+    def work(self) -> tuple[str, float]:
+        return "all_reduce", self.hidden
 
     def sol(self, db: Database, at: Points) -> Split:
         time = self.ring(db.system, self.elements(at), self.gpus)
         return Split(time, np.zeros(len(time)), np.zeros(len(time)))
 
     def price(self, db: Database, at: Points) -> Answer:
-        if self.gpus <= 1:
-            return Answer.zero(len(at), Source.EMPIRICAL)
         if db.mode.shared and db.system.gpus_per_node == NVL72 and self.gpus > NVL72_CUSTOM_GPUS:
             nccl = Nccl(name=self.name, operation="all_reduce", elements_per_token=1, gpus=self.gpus)
             return nccl.price(db, at.with_(x=self.elements(at)))
-        return super().price(db, at)
+        answer = super().price(db, at)
+        return answer if self.gpus > 1 else answer.tagged(Source.EMPIRICAL)
 
 
 @dataclass(frozen=True, kw_only=True)

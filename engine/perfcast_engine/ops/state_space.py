@@ -6,25 +6,31 @@ it costs the measurement, even in SOL mode. ``Answer.source`` tells which.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from perfcast_surface.terms import CHUNK, State, Term, Traffic
 
 from perfcast_engine import data
 from perfcast_engine.answer import F64, Answer, Points, Source
-from perfcast_engine.interp.grid import Grid
+from perfcast_engine.formula import compiled, let, scope, value
+from perfcast_engine.interp.grid import Grid, Sol
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.ops.base import Op, Reads
-from perfcast_engine.ops.measured import Coord
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key, Table
 
 KERNELS = data.table("kernels")
-CONV_FN, CONV_UPDATE = "causal_conv1d_fn", "causal_conv1d_update"
+
+
+class Bytes(NamedTuple):
+    """What a kernel reads and writes for each token, request, and chunk of CHUNK tokens of a request."""
+
+    token: float = 0.0
+    request: float = 0.0
+    chunk: float = 0.0
 
 
 class Route(NamedTuple):
@@ -36,18 +42,25 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StateKernel(Op):
-    """One kernel of a layer. ``phase`` names the pass; only "generation" has no length axis. ``keyed_by``: the sizes of
-    the layer, ``d_model`` first."""
+    """One kernel of a layer. ``phase`` names the pass (context, generation, of Kda also verify); only generation has no
+    length axis. ``keyed_by``: the sizes of the layer, ``d_model`` first."""
 
     kernel: str
     phase: str
+    d_model: int
+    d_conv: int
 
     reads = Reads.SEQUENCE
     table: ClassVar[str]
 
-    @abstractmethod
-    def moved_bytes(self, kernel: str, batch: Coord, s: Coord, tokens: Coord) -> Coord:
-        """Bytes read and written; linear in tokens, requests and chunks of CHUNK tokens."""
+    @property
+    def draft(self) -> int:
+        """Tokens that make one request of a batch that counts them all; 0 where it counts requests."""
+        return 0
+
+    @property
+    def lengthy(self) -> bool:
+        return self.phase != "generation"
 
     def route(self, db: Database) -> Route | None:
         """What prices this kernel; None where another one does it along and it costs nothing."""
@@ -62,14 +75,15 @@ class StateKernel(Op):
         head = (kernel, self.phase)
         if table.rows(*head, *self.named_key) is not None:
             return *head, *self.named_key
-        rows = table.rows(*head, self.named_key[0])
+        rows = table.rows(*head, self.d_model)
         row = None if rows is None else self.stand_in(table, rows)
         return None if row is None else (*head, *(int(c[row]) for c in table.columns[2 : 2 + len(self.named_key)]))
 
-    @property
-    def draft(self) -> int:
-        """Tokens that make one request of a batch that counts them all; 0 where it counts requests."""
-        return 0
+    def moved(self, kernel: str) -> Bytes:
+        """The traffic of ``kernel``, from its formulas over the fields."""
+        known = KERNELS["state_space"][self.table]
+        names = let(known["sizes"], scope(**vars(self)))
+        return Bytes(*(value(compiled(formula), names) for formula in known.get(kernel, known["others"])))
 
     def extent(self, at: Points) -> tuple[F64, F64]:
         """Sequences and new tokens each of them, as the kernel counts them."""
@@ -77,16 +91,12 @@ class StateKernel(Op):
             return np.maximum(1.0, np.round(at.batch / self.draft)), np.full(len(at), float(self.draft))
         return at.batch, at.s if self.lengthy else np.zeros(len(at))
 
-    @property
-    def lengthy(self) -> bool:
-        return self.phase != "generation"
-
     def price(self, db: Database, at: Points) -> Answer:
         route = self.route(db)
         if route is None:
             return Answer.zero(len(at))
         batch, s = self.extent(at)
-        answer = Answer.of(self._roofline(db, route.kernel, batch, s), Source.SOL)
+        answer = Answer.of(self._roofline(db, route.kernel)(batch, s), Source.SOL)
         surface = self._surface(db, route)
         if surface is None:
             return answer
@@ -104,38 +114,32 @@ class StateKernel(Op):
             return ()
         surface = self._surface(db, route)
         if surface is None:
-            return (self._traffic(db, route.kernel),)
+            token, request, chunk = map(db.system.memory_sol_ms, self.moved(route.kernel))
+            return (Traffic(self.scale, token, request, chunk, self.lengthy, self.draft),)
         blend = surface.blend()
         return None if blend is None else (State(blend, self.scale, self.draft),)
-
-    def _traffic(self, db: Database, kernel: str) -> Traffic:
-        """``moved_bytes`` by its slopes."""
-
-        def ms(batch: float, s: float, tokens: float) -> float:
-            return float(db.system.memory_sol_ms(self.moved_bytes(kernel, batch, s, tokens)))
-
-        per_request = ms(1.0, 0.0, 0.0)
-        per_chunk = ms(1.0, float(CHUNK), 0.0) - per_request
-        return Traffic(self.scale, ms(0.0, 0.0, 1.0), per_request, per_chunk, self.lengthy, self.draft)
 
     def terms_source(self, db: Database) -> Source:
         route = self.route(db)
         return Source.SOL if route is not None and self._surface(db, route) is None else Source.SILICON
 
-    def _roofline(self, db: Database, kernel: str, batch: F64, s: F64) -> F64:
-        return db.system.memory_sol_ms(self.moved_bytes(kernel, batch, s, np.where(s > 0, batch * s, batch)))
+    def _roofline(self, db: Database, kernel: str) -> Sol:
+        per = self.moved(kernel)
+
+        def ms(batch: F64, s: F64 | float = 0.0) -> F64:
+            tokens = np.where(s > 0, batch * s, batch)
+            return db.system.memory_sol_ms(per.token * tokens + per.request * batch + per.chunk * (s // CHUNK) * batch)
+
+        return ms
 
     def _surface(self, db: Database, route: Route) -> Surface | None:
         def build() -> Surface | None:
             table = db.find(self.table)
             key = None if table is None or route.rows_of is None else self.key(table, route.rows_of)
             grid = None if table is None or key is None else table.grid(*key)
-            if grid is None:
-                return None
-            if self.lengthy:
-                return Surface(grid, lambda batch, s: self._roofline(db, route.kernel, batch, s))
-            curve = Grid.of(grid.coords[:1], grid.ms, grid.power)
-            return Surface(curve, lambda batch: self._roofline(db, route.kernel, batch, batch * 0.0))
+            if grid is not None and not self.lengthy:
+                grid = Grid.of(grid.coords[:1], grid.ms, grid.power)
+            return None if grid is None else Surface(grid, self._roofline(db, route.kernel))
 
         return db.kept((self.table, route, self.shape), build)
 
@@ -144,10 +148,7 @@ class StateKernel(Op):
 class Mamba2(StateKernel):
     """One kernel of a Mamba2 layer. Sizes are those of the model, not divided by tensor parallelism."""
 
-    phase: Literal["context", "generation"]
-    d_model: int
     d_state: int
-    d_conv: int
     nheads: int
     head_dim: int
     n_groups: int
@@ -163,34 +164,19 @@ class Mamba2(StateKernel):
         """The first."""
         return int(rows.start)
 
-    def moved_bytes(self, kernel: str, batch: Coord, s: Coord, tokens: Coord) -> Coord:
-        inner, grouped = self.nheads * self.head_dim, 2 * self.n_groups * self.d_state
-        if kernel in (CONV_FN, CONV_UPDATE):
-            return 2 * tokens * (inner + grouped) * (self.d_conv + 2)
-        return 2 * tokens * (2 * inner + grouped + self.nheads)
-
 
 @dataclass(frozen=True, kw_only=True)
 class _DeltaNet(StateKernel):
     """Heads are per GPU."""
 
-    d_model: int
     num_k_heads: int
     head_k_dim: int
     num_v_heads: int
     head_v_dim: int
-    d_conv: int
 
     keyed_by = ("d_model", "num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim", "d_conv")
 
-    @property
-    def values(self) -> int:
-        return self.num_v_heads * self.head_v_dim
 
-
-GDN_SCAN = "chunk_gated_delta_rule"
-GDN_RECURRENCE = "fused_sigmoid_gating_delta_rule_update"
-STATE_BYTES = {"bfloat16": 2, "float16": 2}
 FULL_STATE = "float32"  # of the measured recurrent kernels
 
 
@@ -203,7 +189,6 @@ def _row(rows: Sequence[Mapping[str, Any]], **known: str) -> Mapping[str, Any]:
 class Gdn(_DeltaNet):
     """One kernel of a gated delta net layer. ssm_dtype: of the recurrent state."""
 
-    phase: Literal["context", "generation"]
     ssm_dtype: str = FULL_STATE
 
     table = "gdn"
@@ -213,7 +198,7 @@ class Gdn(_DeltaNet):
 
     def _rows_of(self, db: Database) -> str | None:
         run = {"backend": db.backend, "version": db.version, "kernel": self.kernel, "phase": self.phase}
-        if self.kernel in (GDN_SCAN, GDN_RECURRENCE) and self.ssm_dtype != FULL_STATE:
+        if self.moved(self.kernel).request and self.ssm_dtype != FULL_STATE:
             row = _row(KERNELS["gdn"]["narrow_state"], state=self.ssm_dtype, **run)
             return str(row["rows_of"]) if row and row["sm"][0] <= (db.system.sm_version or -1) <= row["sm"][1] else None
         row, table = _row(KERNELS["gdn"]["variants"], **run), db.find(self.table)
@@ -222,60 +207,36 @@ class Gdn(_DeltaNet):
             return None
         return str(present[0]) if present else self.kernel
 
-    def moved_bytes(self, kernel: str, batch: Coord, s: Coord, tokens: Coord) -> Coord:
-        channels = 2 * self.num_k_heads * self.head_k_dim + self.values
-        state = self.values * self.head_k_dim
-        if kernel in (CONV_FN, CONV_UPDATE):
-            return 2 * tokens * channels * (self.d_conv + 2)
-        if kernel not in (GDN_SCAN, GDN_RECURRENCE):
-            return 4 * tokens * self.d_model
-        moved = 2 * tokens * (channels + self.values) + 2 * state * STATE_BYTES.get(self.ssm_dtype, 4) * batch
-        return moved + 2 * (s // CHUNK) * state * 2 * batch if kernel == GDN_SCAN else moved
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kda(_DeltaNet):
     """One kernel of a Kimi delta attention layer. draft_tokens: verified per request in one pass of phase "verify"
     (accepted and drafted)."""
 
-    phase: Literal["context", "generation", "verify"]
     draft_tokens: int = 0
 
     table = "kda"
-
-    def route(self, db: Database) -> Route | None:
-        fused, recurrence = KERNELS["kda"]["fused"].get(self.phase, ("", ""))
-        if self.kernel not in (CONV_UPDATE, recurrence) or not self._is_fused(db, fused):
-            return Route(self.kernel, self.kernel)
-        return None if self.kernel == CONV_UPDATE else Route(fused, fused)
-
-    def _is_fused(self, db: Database, fused: str) -> bool:
-        """Whether only the fused kernel was measured: at all in verification, in this shape in decode."""
-        table = db.find(self.table)
-        if not fused or table is None:
-            return False
-        dims = () if self.phase == "verify" else self.named_key
-        rows = [table.rows(kernel, self.phase, *dims) for kernel in (self.kernel, fused)]
-        return rows[0] is None and rows[1] is not None
 
     @property
     def draft(self) -> int:
         return self.draft_tokens if self.phase == "verify" else 0
 
+    def route(self, db: Database) -> Route | None:
+        fused, *replaced = KERNELS["kda"]["fused"].get(self.phase, ("",))
+        if self.kernel not in replaced or not self._is_fused(db, fused):
+            return Route(self.kernel, self.kernel)
+        return Route(fused, fused) if self.kernel == replaced[0] else None
+
+    def _is_fused(self, db: Database, fused: str) -> bool:
+        """Whether only the fused kernel was measured: at all in verification, in this shape in decode."""
+        table = db.find(self.table)
+        if table is None:
+            return False
+        dims = () if self.phase == "verify" else self.named_key
+        rows = [table.rows(kernel, self.phase, *dims) for kernel in (self.kernel, fused)]
+        return rows[0] is None and rows[1] is not None
+
     def stand_in(self, table: Table, rows: slice) -> int:
         """The nearest number of value heads."""
         heads = table.columns[table.key.index("num_v_heads")][rows]
         return int(rows.start + np.argmin(np.abs(heads - self.num_v_heads)))
-
-    def moved_bytes(self, kernel: str, batch: Coord, s: Coord, tokens: Coord) -> Coord:
-        state = 4 * self.values * self.head_k_dim
-        parts, moved = KERNELS["kda"]["parts"].get(kernel), 0.0
-        for part in parts or ():
-            if part == "convolution":
-                moved = moved + 6 * tokens * self.values * (self.d_conv + 2)
-                continue
-            moved = moved + 10 * tokens * self.values
-            moved = moved + state * (batch + tokens) if part == "verify" else moved + 2 * state * batch
-            if part == "scan":
-                moved = moved + 2 * state * batch * (s // CHUNK)
-        return moved if parts else 4 * tokens * self.d_model
