@@ -10,7 +10,7 @@ import pytest
 from perfcast_engine.config import EngineConfig, MoeComm, ParallelConfig, QuantOverrides
 from perfcast_engine.errors import EngineError, InvalidField, PerfDataMissing, UnknownName, UnsupportedCombination
 from perfcast_engine.models.config_json import from_json
-from perfcast_engine.models.quantization import Situation, choose
+from perfcast_engine.models.quantization import Situation, choose, context_tables
 from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.resolve import Engine, resolve
 from perfcast_engine.tables.catalog import Catalog
@@ -39,11 +39,11 @@ def engine(catalog: Catalog, *args: Any, **more: Any) -> Engine:
 def modes(
     model: str, backend: str, sm: int, resolution: Any, measured: dict[str, set[str]] | None = None, **asked: str
 ):
-    known = measured or {}
+    known, spec = measured or {}, REGISTRY.get(model)
     return choose(
-        REGISTRY.get(model),
+        spec,
         QuantOverrides(**asked),
-        Situation(backend=backend, sm=sm, resolution=resolution),
+        Situation(backend, sm, context_tables(spec, backend, resolution == "search"), resolution),
         lambda table, kv: frozenset(known.get(table, NOTHING)),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +12,15 @@ from perfcast_engine.models.build import ModelPlan, build
 from perfcast_engine.models.deployment import Deployment
 from perfcast_engine.models.families import is_moe
 from perfcast_engine.models.large_ep import ExpertPlacement, choose_comm_backend
-from perfcast_engine.models.quantization import QuantModes, Situation, choose, context_tables, fitting, rows, settled
+from perfcast_engine.models.quantization import (
+    QuantModes,
+    Situation,
+    choose,
+    context_tables,
+    expert_mode,
+    fitting,
+    rows,
+)
 from perfcast_engine.models.registry import Registry
 from perfcast_engine.models.rules import complete
 from perfcast_engine.models.spec import ModelSpec
@@ -118,30 +126,23 @@ def modes_and_comm(
     settles the modes over all its candidates, and takes an all-to-all wherever one was measured.
     """
     search, asked = config.resolution == "search", config.quant
-    where = Situation(
-        backend=db.backend,
-        sm=db.system.sm_version,
-        resolution=config.resolution,
-        moe_backend=config.moe_backend,
-        decode_only=config.role == "decode",
-        large_ep=bool(config.moe_comm),
-    )
-    measured = partial(measured_fmha, db)
+    own = context_tables(spec, db.backend, search)
+    where = Situation(db.backend, db.system.sm_version, own, config.resolution, config.moe_backend)
+
+    def modes(tables: Sequence[str]) -> QuantModes:
+        read = () if config.role == "decode" else tables
+        return choose(spec, asked, replace(where, tables=read), partial(measured_fmha, db))
+
     if config.moe_comm is not None:
-        return choose(spec, asked, where, measured), config.moe_comm
+        return modes(() if config.moe_comm and not search else own), config.moe_comm
     if search:
-        reached = _reaches_large_ep(config, spec, choose(spec, asked, where, measured).moe, db)
-        where = replace(where, tables=context_tables(spec, db.backend, fused=True, large_ep=reached))
-        modes = choose(spec, asked, where, measured)
-        comm = exchange(config, spec, parallel, modes.moe, db)
-        return _labelled(config, spec, modes) if comm else modes, comm
-    filled = settled(spec, asked, where)
-    assert filled.moe is not None
-    comm = exchange(config, spec, parallel, filled.moe, db)
-    if not comm:
-        return choose(spec, asked, where, measured), comm
-    modes = choose(spec, filled, replace(where, large_ep=True), measured)
-    return _labelled(config, spec, modes), comm
+        reached = _reaches_large_ep(config, spec, modes(own).moe, db)
+        chosen = modes(context_tables(spec, db.backend, search, reached))
+        comm = exchange(config, spec, parallel, chosen.moe, db)
+    else:
+        comm = exchange(config, spec, parallel, expert_mode(spec, asked, where), db)
+        chosen = replace(modes(()), gemm_explicit=True) if comm else modes(own)
+    return _labelled(config, spec, chosen) if comm else chosen, comm
 
 
 def exchange(config: EngineConfig, spec: ModelSpec, parallel: ParallelConfig, moe: str, db: Database) -> MoeComm:

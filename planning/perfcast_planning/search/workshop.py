@@ -10,7 +10,7 @@ from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.models.build import ModelPlan
 from perfcast_engine.models.families import is_moe, runs_large_ep
-from perfcast_engine.models.quantization import context_table
+from perfcast_engine.models.quantization import context_tables
 from perfcast_engine.models.resolve import measured_fmha, modes_and_comm
 from perfcast_engine.models.rules import complete
 from perfcast_engine.models.spec import ModelSpec
@@ -58,7 +58,7 @@ class TableWorkshop:
             experts = _measured(db, "moe", "moe_dtype") | _measured(db, "moe_expert_compute", "moe_dtype")
             asked.append(("moe", modes.moe, experts))
         if config.role != "decode":
-            table = context_table(spec.family, db.backend)
+            (table,) = context_tables(spec, db.backend, search=False)
             asked.append(("fmha", modes.fmha, measured_fmha(db, table, None)))
         for name, mode, known in asked:
             if known and mode not in known:
