@@ -10,38 +10,27 @@ from perfcast_engine.errors import InvalidField
 from perfcast_engine.models.config_reader import Reader
 from perfcast_engine.models.quantization import rows
 
+EXCLUSIONS = ("modules_to_not_convert", "exclude_modules", "ignore")
+ALGORITHMS = ("quant_algo", "quantization_algo", "quant_method")  # where a layer or a group of them states its own
+
 
 def quant_facts(top: Reader, body: Reader, hf: Reader, family: str) -> dict[str, Any]:
     """The members quant, keep_bf16, split and quant_block_n of a registry record.
 
     ``top`` is the whole config, ``body`` its language model, ``hf`` the hf_quant_config.json ({} where there is none).
     """
-    own = _quantization_config(top, body, hf)
-    theirs = hf.object("quantization")
+    own, theirs = _quantization_config(top, body, hf), hf.object("quantization")
     block = own.items("weight_block_size")
     out: dict[str, Any] = {"quant": _modes(top, own, theirs, family)}
     if block:
         size = Reader({"weight_block_size[0]": block[0]}, own.path).integer("weight_block_size[0]", least=1)
         out["quant_block_n"] = size
-    patterns = [
-        pattern
-        for reader, names in (
-            (own, ("modules_to_not_convert", "exclude_modules", "ignore")),
-            (theirs, ("exclude_modules", "ignore")),
-        )
-        for name in names
-        for pattern in reader.strings(name)
-    ]
-    if family in rows("keeps"):
-        kept = KEEPS[rows("keeps")[family]](patterns)
-        keep = {name: value for name, value in kept.items() if value or name == "attn_named"}
-        if keep:
-            out["keep_bf16"] = keep
-    if family == "QWEN35":
-        split = _split(_listed_layers(theirs, own), patterns)
-        if split:
-            out["split"] = split
-    return out
+    patterns = [pattern for name in EXCLUSIONS for pattern in own.strings(name)]
+    patterns += [pattern for name in EXCLUSIONS[1:] for pattern in theirs.strings(name)]
+    style = rows("keeps").get(family)
+    keep = _latent_keeps(patterns) if style == "latent" else _dense_keeps(patterns) if style == "dense" else {}
+    split = _split(_listed_layers(theirs, own), patterns) if style == "parts" else {}
+    return out | ({"keep_bf16": keep} if keep else {}) | ({"split": split} if split else {})
 
 
 def _quantization_config(top: Reader, body: Reader, hf: Reader) -> Reader:
@@ -61,47 +50,37 @@ def _first(*values: str) -> str:
 
 def _modes(top: Reader, own: Reader, theirs: Reader, family: str) -> dict[str, str]:
     algo = top.text("quant_algo").strip().lower() or _algo(own, theirs)
-    cache = _cache_algo(top, own, theirs)
-    dynamic = _dynamic(top, own)
-    if algo == "mixed_precision":
-        gemm, moe = _mixed(own, theirs, dynamic)
-    elif algo == "compressed-tensors":
+    cache, dynamic = _cache_algo(top, own, theirs), _dynamic(top, own)
+    if algo == "compressed-tensors":
         gemm, moe = _compressed(own)
+    elif algo == "mixed_precision":
+        gemm, moe = _mixed(own, theirs)
     elif algo in rows("whole_model"):
         gemm, moe = rows("whole_model")[algo]
-        gemm = _per_tensor(gemm, dynamic)
     else:
         raise InvalidField(own.path, f"unknown quantisation {algo!r}", why="quant_algo")
-    if family == "DEEPSEEKV4" and top.text("expert_dtype") == "fp4" and moe != "nvfp4":
+    if cache not in ("", "fp8", "bfloat16"):
+        raise InvalidField(own.path, f"unknown KV cache quantisation {cache!r}", why="kv_algo")
+    if gemm == "fp8" and not dynamic and algo != "compressed-tensors":
+        gemm = "fp8_static"
+    sparse = family == "DEEPSEEKV4"
+    if sparse and top.text("expert_dtype") == "fp4" and moe != "nvfp4":
         moe = "w4a8_mxfp4_mxfp8"
-    kv = cache or None
-    if kv not in (None, "fp8", "bfloat16"):
-        raise InvalidField(own.path, f"unknown KV cache quantisation {kv!r}", why="kv_algo")
-    if family == "DEEPSEEKV4":
-        kv = "fp8"
-    fmha = None
-    if algo and (algo in rows("fp8_attention") or cache == "fp8"):
-        fmha = kv = "fp8"
+    in_fp8 = algo != "" and (algo in rows("fp8_attention") or cache == "fp8")
+    fmha, kv = "fp8" if in_fp8 else "", "fp8" if in_fp8 or sparse else cache
     named = {"gemm": gemm, "moe": moe, "kv": kv, "fmha": fmha}
     return {name: value for name, value in named.items() if value}
 
 
-def _per_tensor(gemm: str | None, dynamic: bool) -> str | None:
-    return "fp8_static" if gemm == "fp8" and not dynamic else gemm
-
-
 def _algo(own: Reader, theirs: Reader) -> str:
-    algo = _first(
-        theirs.text("quant_algo"), own.text("quant_algo"), own.text("quant_method"), own.text("quantization_method")
-    )
+    algo = _first(theirs.text("quant_algo"), *map(own.text, ("quant_algo", "quant_method", "quantization_method")))
     algo = rows("algo_aliases").get(algo, algo)
     return "fp8_block" if algo == "fp8" and own.items("weight_block_size") else algo
 
 
 def _cache_algo(top: Reader, own: Reader, theirs: Reader) -> str:
-    names = ("kv_cache_quant_algo", "kv_cache_quant_method", "kv_cache_dtype")
     stated = top.text("kv_cache_quant_algo") or theirs.text("kv_cache_quant_algo")
-    algo = _first(stated, *(own.text(name) for name in names))
+    algo = _first(stated, *map(own.text, ("kv_cache_quant_algo", "kv_cache_quant_method", "kv_cache_dtype")))
     if algo:
         alias: str = rows("cache_aliases").get(algo, algo)
         return alias
@@ -129,28 +108,22 @@ def _dynamic(top: Reader, own: Reader) -> bool:
     return any(bool(part.get("dynamic")) for part in parts)
 
 
-STATED = ("quant_algo", "quantization_algo", "quant_method")
-
-
 def _listed_layers(*sources: Reader) -> Iterator[tuple[str, str]]:
     """(lower-cased layer path, algorithm) of the layers listed one by one, later statements last."""
     for source in sources:
         layers = source.object("quantized_layers")
         for path, value in layers.data.items():
             entry = Reader(value if isinstance(value, Mapping) else {"quant_algo": value}, f"{layers.path}.{path}")
-            yield path.lower(), _first(*(entry.text(name) for name in STATED))
+            yield path.lower(), _first(*map(entry.text, ALGORITHMS))
 
 
 def _grouped_layers(own: Reader) -> Iterator[tuple[str, str]]:
     for group in _groups(own):
         weights = group.object("weights")
-        algo = _first(*(weights.text(name) for name in STATED))
-        if not algo:
-            kind, bits = weights.text("type").lower(), weights.integer("num_bits", default=0)
-            if kind == "float" and bits == 8:
-                algo = "mxfp8" if weights.get("group_size") == 32 else "fp8"
-            elif kind == "float" and bits == 4:
-                algo = "nvfp4"
+        algo = _first(*map(weights.text, ALGORITHMS))
+        if not algo and weights.text("type").lower() == "float":
+            eight = "mxfp8" if weights.get("group_size") == 32 else "fp8"
+            algo = {8: eight, 4: "nvfp4"}.get(weights.integer("num_bits", default=0), "")
         for target in group.strings("targets"):
             yield target.lower(), algo
 
@@ -161,17 +134,17 @@ def _is_routed_expert(path: str) -> bool:
     return ".experts." in path or path.endswith(".experts") or "routing_expert" in path
 
 
-def _mixed(own: Reader, theirs: Reader, dynamic: bool) -> tuple[str | None, str | None]:
+def _mixed(own: Reader, theirs: Reader) -> tuple[str | None, str | None]:
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for path, algo in chain(_listed_layers(theirs, own), _grouped_layers(own)):
-        if algo in rows("per_layer"):
-            found[_is_routed_expert(path)].add(rows("per_layer")[algo])
-    moe = next((mode for algo, mode in rows("mixed_moe").items() if algo in found[True]), None)
+        found[_is_routed_expert(path)].add(rows("per_layer").get(algo, algo))
+    gemm, moe = (
+        next((mode for algo, mode in rows(name).items() if algo in found[experts]), None)
+        for name, experts in (("mixed_gemm", False), ("mixed_moe", True))
+    )
     if own.text("quant_method").lower() == "fp8":
-        gemm: str | None = "fp8_block" if own.items("weight_block_size") else "fp8"
-    else:
-        gemm = next((mode for algo, mode in rows("mixed_gemm").items() if algo in found[False]), None)
-    return _per_tensor(gemm, dynamic), moe
+        gemm = "fp8_block" if own.items("weight_block_size") else "fp8"
+    return gemm, moe
 
 
 def _compressed(own: Reader) -> tuple[str | None, str | None]:
@@ -202,21 +175,16 @@ def _attention_groups(patterns: list[str]) -> set[str]:
 
 
 def _latent_keeps(patterns: list[str]) -> dict[str, Any]:
-    attn = _attention_groups(patterns)
-    named = _attention_groups([pattern for pattern in patterns if "norm" not in pattern])
-    keep: dict[str, Any] = {"attn": sorted(attn), "shared": any("shared_expert" in p for p in patterns)}
-    if named != attn:
-        keep["attn_named"] = sorted(named)
-    return keep
+    attn, named = _attention_groups(patterns), _attention_groups([p for p in patterns if "norm" not in p])
+    keep = {"attn": sorted(attn), "shared": any("shared_expert" in p for p in patterns)}
+    return {name: kept for name, kept in keep.items() if kept} | (
+        {"attn_named": sorted(named)} if named != attn else {}
+    )
 
 
 def _dense_keeps(patterns: list[str]) -> dict[str, Any]:
-    lower = [pattern.lower() for pattern in patterns]
-    attn = ["all"] if any("self_attn" in pattern for pattern in lower) else []
-    return {"attn": attn, "mlp": any(".mlp" in pattern for pattern in lower)}
-
-
-KEEPS = {"latent": _latent_keeps, "dense": _dense_keeps}
+    marks = {"attn": ("self_attn", ["all"]), "mlp": (".mlp", True)}
+    return {name: kept for name, (mark, kept) in marks.items() if any(mark in p.lower() for p in patterns)}
 
 
 def _split(layers: Iterator[tuple[str, str]], patterns: list[str]) -> dict[str, str]:
