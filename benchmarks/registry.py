@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 from perfcast_engine import EngineConfig, Predictor
-from perfcast_engine.coverage import mappings, support
 from perfcast_engine.errors import EngineError
 from perfcast_engine.models.families import is_moe
 from perfcast_engine.tables.database import Mode
+from perfcast_planning.support import mappings, support
 
 from benchmarks.processes import Peer
 

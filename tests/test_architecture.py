@@ -41,7 +41,7 @@ FLOORS = {
         "token_table", "step_result", "phase", "quick", "step", "compiled", "memory", "predictor",
         "coverage",
     ),
-    "planning": ("serving", "search", "planner"),
+    "planning": ("support", "serving", "search", "planner"),
 }  # fmt: skip
 MAX_LINES, MAX_ENGINE_LINES = 500, 9_000
 

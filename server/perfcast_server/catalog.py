@@ -10,11 +10,11 @@ from typing import Any
 from google.protobuf.message import Message
 from perfcast.v1 import API_REVISION, catalog_pb2, prediction_pb2
 from perfcast_engine.config import EngineConfig
-from perfcast_engine.coverage import cell, smallest
 from perfcast_engine.errors import EngineError
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.predictor import Engine
 from perfcast_engine.system import SystemSpec
+from perfcast_planning.support import cell, smallest
 
 from perfcast_server import wire
 from perfcast_server.coverage import PHASES, coverage_message, support_message

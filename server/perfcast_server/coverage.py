@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from perfcast.v1 import catalog_pb2
-from perfcast_engine.coverage import Cell, OperatorCoverage, Standing, coverage
+from perfcast_engine.coverage import OperatorCoverage, Standing, coverage
 from perfcast_engine.predictor import Engine
+from perfcast_planning.support import Cell
 
 from perfcast_server import wire
 from perfcast_server.errors import refusal
