@@ -14,6 +14,7 @@ from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.predictor import Engine, Predictor
 from perfcast_engine.step_result import StepResult
 from perfcast_engine.tables.database import Mode
+from perfcast_planning.planner.pass_model import PassModel
 
 from perfcast_server import single, wire
 from perfcast_server.cache import Lru, SingleFlight
@@ -39,6 +40,7 @@ class Ready:
     original: common_pb2.EngineConfig
     head: bytes  # of its answers, the stamp in them
     quick: Mapping[str, QuickAnswer]  # none where answers may be borrowed, so that their tier has to be asked for
+    passes: PassModel  # which learns nothing
 
 
 class Engines:
@@ -181,7 +183,7 @@ class Engines:
         engine = self._build(predictor, config)
         stamp = wire.stamp(engine)
         quick = quick_answers(engine.steps) if engine.config.database_mode is Mode.SILICON else {}
-        return Ready(engine, predictor, stamp, config, single.stamped(stamp), quick)
+        return Ready(engine, predictor, stamp, config, single.stamped(stamp), quick, PassModel(steps=engine.steps))
 
     def _build(self, predictor: Predictor, config: common_pb2.EngineConfig) -> Engine:
         try:

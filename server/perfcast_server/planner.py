@@ -93,7 +93,7 @@ class Planner:
         if not name:
             if ready is None:
                 raise invalid("engine", "is missing, and there is no state_name either; give config or handle")
-            return Timed(PassModel(steps=ready.engine.steps), ready, 0)
+            return Timed(ready.passes, ready, 0)
         key, steps = (ready.engine.handle, ready.engine.steps) if ready else ("", None)
         version, model = await self._engines.off_loop(lambda: self._states.model((key, name), steps))
         return Timed(model, ready, version)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple
 
 import numpy as np
 from perfcast_engine.answer import F64
@@ -141,36 +140,24 @@ def _candidates(largest: int) -> F64:
     return (1 + steps * (largest - 1) // (MAX_CANDIDATES - 1)).astype(np.float64)
 
 
-class _Totals(NamedTuple):
-    """Passes by what all ranks run together, columns (P,). owner: the index of the candidate; repeats: how often it
-    runs the pass."""
-
-    tokens: F64
-    prompts: F64
-    decodes: F64
-    owner: Any
-    repeats: F64
-
-
 def _scan(
     model: PassModel, role: EngineRole, limits: EngineLimits, request: CapacityRequest, batch: F64
 ) -> Scan | None:
     """What the role produces at each batch that is a candidate; None where the model knows too little for some."""
-    fresh, zero, asked = request.fresh_tokens, np.zeros_like(batch), dict[str, _Totals]()
-    if role is EngineRole.AGGREGATED:
+    fresh, zero = request.fresh_tokens, np.zeros_like(batch)
+    asked: dict[str, Passes] = {}
+    if role is EngineRole.PREFILL:
+        asked["ttft_s"] = _chunked(limits, request, np.minimum(batch * fresh, MAX_COUNT), zero, batch)
+    elif role is EngineRole.DECODE:
+        asked["itl_s"] = Passes.of_each(**_split(limits, request, zero, zero, batch))
+    else:
         share = np.ceil(batch * request.accepted * fresh / request.osl)
         room = limits.max_num_batched_tokens - batch
         batch, share = (column[(room > 0) & (share <= room)] for column in (batch, share))
-    once = np.arange(len(batch)), np.ones_like(batch)
-    if role is EngineRole.PREFILL:
-        asked["ttft_s"] = _chunked(limits, fresh, np.minimum(batch * fresh, MAX_COUNT), zero, batch)
-    elif role is EngineRole.DECODE:
-        asked["itl_s"] = _Totals(zero, zero, batch, *once)
-    else:
-        asked["itl_s"] = _Totals(share, np.ceil(share / fresh), batch, *once)
+        asked["itl_s"] = Passes.of_each(**_split(limits, request, share, np.ceil(share / fresh), batch))
         waiting = np.minimum(share + fresh, MAX_COUNT)
-        asked["ttft_s"] = _chunked(limits, fresh, waiting, batch, np.ceil(waiting / fresh))
-    seconds = _seconds(model, limits, request, len(batch), list(asked.values()))
+        asked["ttft_s"] = _chunked(limits, request, waiting, batch, np.ceil(waiting / fresh))
+    seconds = _seconds(model, request, list(asked.values()))
     if seconds is None:
         return None
     scan = {"batch": batch} | dict(zip(asked, seconds, strict=True))
@@ -187,7 +174,20 @@ def _scan(
     return scan
 
 
-def _chunked(limits: EngineLimits, fresh: int, tokens: F64, decodes: F64, prompts: F64) -> _Totals:
+def _seconds(model: PassModel, request: CapacityRequest, questions: list[Passes]) -> list[F64] | None:
+    """Seconds of each candidate in each question; None where the model knows too little for some.
+
+    None as well where a rank got KV tokens without a request, which the reference's engine refuses.
+    """
+    if request.legacy_rank_split and any(
+        ((asked.work.decode_kv_tokens > 0) & (asked.work.decode_requests == 0)).any() for asked in questions
+    ):
+        return None
+    times = [priced.raise_first() / 1000 for priced in price_passes(model, questions)]
+    return None if any(np.isnan(seconds).any() for seconds in times) else times
+
+
+def _chunked(limits: EngineLimits, request: CapacityRequest, tokens: F64, decodes: F64, prompts: F64) -> Passes:
     """The prefill of ``tokens`` in passes of at most the token limit, each beside ``decodes`` decoding requests."""
     limit = float(limits.max_num_batched_tokens)
     full, tail = np.divmod(tokens, limit)
@@ -195,24 +195,8 @@ def _chunked(limits: EngineLimits, fresh: int, tokens: F64, decodes: F64, prompt
     owner = np.concatenate([whole, last])
     size = np.concatenate([np.full(len(whole), limit), tail[last]])
     repeats = np.concatenate([full[whole], np.ones(len(last))])
-    return _Totals(size, np.minimum(np.ceil(size / fresh), prompts[owner]), decodes[owner], owner, repeats)
-
-
-def _seconds(
-    model: PassModel, limits: EngineLimits, request: CapacityRequest, candidates: int, asked: list[_Totals]
-) -> F64 | None:
-    """Seconds of each candidate (N,) in each question, all in one evaluation; None where the model knows too little for
-    some, and where a rank got KV tokens without a request, which the reference's engine refuses."""
-    tokens, prompts, decodes, owner, repeats = (np.concatenate(columns) for columns in zip(*asked, strict=True))
-    owner += np.repeat(np.arange(len(asked)) * candidates, [len(each.owner) for each in asked])
-    work = _split(limits, request, tokens, prompts, decodes)
-    if request.legacy_rank_split and ((work["decode_kv_tokens"] > 0) & (work["decode_requests"] == 0)).any():
-        return None
-    (priced,) = price_passes(
-        model, [Passes(work, work["decode_requests"].shape, owner, repeats, len(asked) * candidates)]
-    )
-    seconds = priced.raise_first() / 1000
-    return None if np.isnan(seconds).any() else seconds.reshape(len(asked), candidates)
+    started = np.minimum(np.ceil(size / request.fresh_tokens), prompts[owner])
+    return Passes.of(owner, repeats, len(tokens), **_split(limits, request, size, started, decodes[owner]))
 
 
 def _split(limits: EngineLimits, request: CapacityRequest, tokens: F64, prompts: F64, decodes: F64) -> dict[str, F64]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from perfcast_engine.answer import F64
-from perfcast_engine.errors import EngineError, InvalidField, check_whole
+from perfcast_engine.errors import InvalidField, check_whole
 from perfcast_engine.observed import Priced, RankWork
 
 from perfcast_planning.planner.pass_model import PassModel
@@ -68,50 +69,46 @@ class RankLoads:
             raise InvalidField(next(iter(columns)), "is no load of a rank", why="type")
         return cls(**told)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        engines, ranks = self.decode_requests.shape
-        return engines, ranks
-
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Hypothetical passes of several engines. ``work``: columns of RankWork, each (P, R) or broadcasting to it;
-    ``owner``: (P,) index of the engine; ``repeats``: (P,) how often it runs the pass; ``engines``: how many."""
+    """Hypothetical passes of several engines. ``work``: columns (P, R); ``owner``: (P,) index of the engine;
+    ``repeats``: (P,) how often it runs the pass; ``engines``: how many."""
 
-    work: dict[str, F64]
-    shape: tuple[int, int]
+    work: RankWork
     owner: np.ndarray
     repeats: F64
     engines: int
 
     @classmethod
-    def of_each(cls, work: dict[str, F64], shape: tuple[int, int]) -> Passes:
-        """One pass of each engine."""
-        return cls(work, shape, np.arange(shape[0]), np.ones(shape[0]), shape[0])
+    def of(cls, owner: np.ndarray, repeats: F64, engines: int, **work: F64) -> Passes:
+        """From some of the columns; the others are 0."""
+        none = np.zeros_like(next(iter(work.values())))
+        return cls(RankWork(*(work.get(name, none) for name in RankWork.__slots__)), owner, repeats, engines)
 
-    def column(self, name: str) -> F64:
-        column = self.work.get(name)
-        return np.zeros(self.shape).ravel() if column is None else np.broadcast_to(column, self.shape).ravel()
+    @classmethod
+    def of_each(cls, **work: F64) -> Passes:
+        """One pass of each engine."""
+        engines = len(next(iter(work.values())))
+        return cls.of(np.arange(engines), np.ones(engines), engines, **work)
 
 
 def price_passes(model: PassModel, questions: Sequence[Passes]) -> list[Priced]:
-    """Milliseconds that each engine of each question spends on its passes, all of them in one evaluation.
+    """Milliseconds that each engine of each question spends on its passes, all of them in one evaluation. All engines
+    have the same number of ranks.
 
     NaN where the model knows too little; an engine that misses data has its error beside.
     """
-    *starts, count = np.cumsum([0, *(asked.shape[0] for asked in questions)]).tolist()
-    work = RankWork(*(np.concatenate([asked.column(name) for asked in questions]) for name in RankWork.__slots__))
-    ranks = np.repeat([asked.shape[1] for asked in questions], [asked.shape[0] for asked in questions])
-    priced = model.price(Iterations(work, np.repeat(np.arange(count), ranks), count))
-    times = np.maximum(priced.ms, 0)
-    answers = []
-    for asked, start in zip(questions, starts, strict=True):
-        own = times[start : start + asked.shape[0]]
-        spent = np.bincount(asked.owner, own * asked.repeats, asked.engines).astype(np.float64, copy=False)
-        errors: dict[int, EngineError] = {}
-        for index in sorted(priced.errors):
-            if start <= index < start + len(own):
-                errors.setdefault(int(asked.owner[index - start]), priced.errors[index])
-        answers.append(Priced(spent, errors))
-    return answers
+    columns = ([getattr(asked.work, name) for asked in questions] for name in RankWork.__slots__)
+    table = [np.concatenate(column) for column in columns]
+    starts = list(accumulate((asked.engines for asked in questions), initial=0))
+    owner = np.concatenate([asked.owner + start for asked, start in zip(questions, starts, strict=False)])
+    rank_of, count = np.repeat(np.arange(len(owner)), table[0].shape[1]), len(owner)
+    priced = model.price(Iterations(RankWork(*(column.ravel() for column in table)), rank_of, count))
+    times = np.maximum(priced.ms, 0) * np.concatenate([asked.repeats for asked in questions])
+    spent = np.bincount(owner, times, starts[-1]).astype(np.float64, copy=False)
+    errors = {int(owner[index]): priced.errors[index] for index in sorted(priced.errors, reverse=True)}
+    return [
+        Priced(spent[start:end], {index - start: errors[index] for index in errors if start <= index < end})
+        for start, end in pairwise(starts)
+    ]

@@ -59,7 +59,7 @@ def drain_passes(role: EngineRole, limits: EngineLimits, loads: RankLoads, scena
     decodes = _count((loads.decode_requests + waiting * loads.queued_decode_requests) * decoding)
     decode_kv = _count((loads.decode_kv_tokens + waiting * loads.queued_decode_kv_tokens) * decoding)
 
-    engines, ranks = loads.shape
+    engines = len(full)
     edges = np.sort(np.concatenate([np.zeros((engines, 1)), full, np.where(tail > 0, full + 1, 0)], axis=1), axis=1)
     repeats = np.diff(edges, axis=1)
     owner, segment = np.nonzero(repeats)
@@ -68,7 +68,7 @@ def drain_passes(role: EngineRole, limits: EngineLimits, loads: RankLoads, scena
     work = {"prefill_tokens": tokens, "prefill_requests": np.where(tokens > 0, prompts[owner], 0)}
     if role.decodes:
         work |= {"decode_requests": decodes[owner], "decode_kv_tokens": decode_kv[owner]}
-    return Passes(work, (len(owner), ranks), owner, repeats[owner, segment], engines)
+    return Passes.of(owner, repeats[owner, segment], engines, **work)
 
 
 def itl_passes(
@@ -94,7 +94,7 @@ def itl_passes(
             "prefill_requests": np.where(scheduled, loads.prefill_requests, requests),
             "prefill_kv_tokens": np.where(scheduled, loads.prefill_kv_tokens, 0),
         }
-    return Passes.of_each(work, loads.shape)
+    return Passes.of_each(**work)
 
 
 class Outlook(NamedTuple):
