@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import socket
 import statistics
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -23,7 +20,7 @@ import numpy as np
 from perfcast_client import Client, DecodeStep, EngineConfig, Mixed, Prefill
 from perfcast_client.errors import PerfcastError
 
-from benchmarks.processes import server
+from benchmarks.processes import Meter, server
 
 POINTS = 10_000
 ENGINES = (
@@ -52,26 +49,6 @@ def steps(kind: str, rng: np.random.Generator) -> Any:
         return DecodeStep(rng.integers(1, 257, POINTS), lengths, rng.integers(1, 2000, POINTS))
     tokens, requests = rng.integers(64, 8192, POINTS), rng.integers(1, 257, POINTS)
     return Mixed(tokens, requests, lengths, rng.integers(1, 2000, POINTS), 0)
-
-
-class Meter:
-    """The metrics of a server at a port."""
-
-    def __init__(self, port: int) -> None:
-        self._page = f"http://127.0.0.1:{port}/metrics"
-
-    def handling(self, method: str) -> tuple[float, float, float]:
-        """Calls of a method so far, their seconds, and CPU seconds of the process."""
-        with urllib.request.urlopen(self._page, timeout=60) as page:
-            text = page.read().decode()
-
-        def value(name: str, label: str = "") -> float:
-            found = re.search(rf"^{name}{label} (\S+)$", text, re.MULTILINE)
-            return float(found.group(1)) if found else 0.0
-
-        label = rf'{{[^}}]*grpc_method="{method}"[^}}]*}}'
-        name = "grpc_server_handling_seconds"
-        return value(f"{name}_count", label), value(f"{name}_sum", label), value("process_cpu_seconds_total")
 
 
 def measured(client: Client, meter: Meter, config: EngineConfig, asked: list[Any]) -> dict[str, Any]:
@@ -124,11 +101,10 @@ def main() -> None:
                     client.predict(config, Prefill(1, 128))
                 firsts += first_answers(client)
     with ExitStack() as stack:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        address = stack.enter_context(server("perfcast_cli", "serve", "--port", "0", "--metrics-port", str(port)))
+        meter = Meter()
+        address = stack.enter_context(server("perfcast_cli", "serve", "--port", "0", "--metrics-port", meter.port))
         client = stack.enter_context(Client(address))
-        rows = list(columns(client, Meter(port), options.rounds))
+        rows = list(columns(client, meter, options.rounds))
     firsts.sort()
     p50, p95 = (firsts[int(len(firsts) * share)] * 1e3 for share in (0.5, 0.95))
     told = {"steps": rows, "first_answer_ms": {"p50": p50, "p95": p95}, "ready_s": statistics.median(ready)}

@@ -2,19 +2,20 @@
 
     python -m benchmarks.planner [--rounds N] [--reference-python PY] [--json]
 
-A reference capacity search is the passes that its planner prices for the same question, one after another, without the
-planner's own work on them. Medians over rounds; every question is asked once only, so that no kept answer counts.
+Medians over rounds; every question is asked once only, so that no kept answer counts. Times in the server are means,
+from its own metrics of its handler. The reference is timed twice: the passes of a search alone, without any work of a
+planner, and the whole search by a scalar transcription of what its planner does (benchmarks/reference_planner.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from perfcast_planning.planner import capacity as own
 from perfcast_planning.planner.engine_work import EngineLimits, EngineRole
 from perfcast_planning.planner.pass_model import PassModel
 
-from benchmarks.processes import Peer, server
+from benchmarks.processes import Meter, Peer, server
 
 DENSE = {"model": "Qwen/Qwen3-32B", "system": "h200_sxm", "backend": "vllm", "version": "0.24.0"}
 MOE = {"model": "Qwen/Qwen3-235B-A22B", "system": "h200_sxm", "backend": "trtllm", "version": "1.3.0rc20"}
 TARGETS = {"prefill": {"ttft_s": 0.5}, "decode": {"itl_s": 0.05}, "aggregated": {"ttft_s": 0.5, "itl_s": 0.05}}
 OSL = 150
+Row = tuple[str, float, str]  # what, ms, and what else there is to say
 
 
 def median_ms(ask: Callable[[int], Any], rounds: int) -> float:
@@ -56,60 +58,54 @@ def in_process(role: str, rounds: int) -> float:
     return statistics.median(seconds[1:]) * 1000
 
 
-def reference_passes(role: str, isl: int) -> list[dict[str, Any]]:
-    """The passes of one search, as the reference's planner asks for them."""
-    limits, c = EngineLimits(), isl + OSL // 2
-
-    def one(tokens: int = 0, decodes: int = 0) -> dict[str, Any]:
-        scheduled = {"num_prefill_requests": int(tokens > 0), "sum_prefill_tokens": tokens,
-                     "num_decode_requests": decodes, "sum_decode_kv_tokens": decodes * c}  # fmt: skip
-        return {"scheduled_requests": scheduled}
-
-    if role == "prefill":
-        return [one(b * isl) for b in range(1, limits.max_num_batched_tokens // isl + 1)]
-    most = min(limits.max_num_seqs, limits.max_kv_tokens // c)
-    batches = [1 + i * (most - 1) // 127 for i in range(128)]
-    if role == "decode":
-        return [one(0, b) for b in batches]
-    passes = []
-    for b in batches:
-        share = math.ceil(b * isl / OSL)
-        if share <= limits.max_num_batched_tokens - b:
-            full, tail = divmod(share + isl, limits.max_num_batched_tokens)
-            passes += [
-                one(share, b),
-                *[one(limits.max_num_batched_tokens, b)] * bool(full),
-                *[one(tail, b)] * bool(tail),
-            ]
-    return passes
+def reference_question(role: str, isl: int) -> list[dict[str, Any]]:
+    """A search as the transcription takes it: role, limits, request."""
+    kind = EngineRole[role.upper()]
+    request = {"isl": isl, "osl": OSL, "targets": TARGETS[role], "objective": "THROUGHPUT", "accepted": 1.0,
+               "fresh_tokens": isl, "context_tokens": isl + OSL // 2,
+               "legacy_rank_split": True, "legacy_single_request": True}  # fmt: skip
+    return [{"prefills": kind.prefills, "decodes": kind.decodes}, asdict(EngineLimits()), request]
 
 
-def measure(rounds: int, reference: str | None) -> list[tuple[str, float, str]]:
-    peer = None
+def searches(client: Client, meter: Meter, peer: Peer | None, rounds: int) -> Iterator[Row]:
+    """Capacity searches: ours as the caller and as the server sees them, and the reference's."""
+    engine = client.resolve(EngineConfig(**DENSE, tp=4))
+    for role, targets in TARGETS.items():
+
+        def ask(number: int, role: str = role, targets: dict[str, float] = targets) -> Any:
+            return client.ask(planner.capacity(engine, role=role, isl=3000 + number, osl=OSL, **targets))
+
+        ask(-2)
+        before = meter.handling("Capacity")
+        wire = median_ms(ask, rounds)
+        calls, seconds, _ = (new - old for new, old in zip(meter.handling("Capacity"), before, strict=True))
+        served = seconds / calls * 1000
+        yield f"capacity, {role}", wire, "round trip"
+        yield f"capacity, {role}", served, f"in the server, {in_process(role, rounds):.2f} ms CPU in the engine"
+        if peer is None:
+            continue
+        told = [peer.ask(reference_question(role, 3000 + number)) for number in range(-1, rounds)][1:]
+        for name, what in (("passes_s", "its passes alone"), ("search_s", "the whole search")):
+            theirs = statistics.median(each[name] for each in told) * 1000
+            note = f"reference, {what}: {theirs / served:.1f} x in our server, {theirs / wire:.1f} x our round trip"
+            yield f"capacity, {role}", theirs, note
+
+
+def measure(rounds: int, reference: str | None) -> list[Row]:
+    peer, meter = None, Meter()
     if reference is not None:
-        peer = Peer(reference, str(Path(__file__).with_name("reference_passes.py")))
+        peer = Peer(reference, str(Path(__file__).with_name("reference_planner.py")))
         names = {"model": "model_name", "system": "system_name", "version": "backend_version"}
         peer.ask(
             {names.get(name, name): value for name, value in DENSE.items()}
             | {"tp_size": 4, "pp_size": 1, "schema_version": 1}
         )
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        command = ("perfcast_cli", "serve", "--port", "0", "--metrics-port", "-1", "--state-dir", folder)
+        command = ("perfcast_cli", "serve", "--port", "0", "--metrics-port", meter.port, "--state-dir", folder)
         with server(*command) as address, Client(address) as client:
+            rows = list(searches(client, meter, peer, rounds))
             dense = client.resolve(EngineConfig(**DENSE, tp=4))
             moe = client.resolve(EngineConfig(**MOE, attn_dp=8, moe_ep=8))
-            for role, targets in TARGETS.items():
-
-                def ask(number: int, role: str = role, targets: dict[str, float] = targets) -> Any:
-                    return client.ask(planner.capacity(dense, role=role, isl=3000 + number, osl=OSL, **targets))
-
-                wire = median_ms(ask, rounds)
-                note = f"{in_process(role, rounds):.2f} ms CPU in the engine"
-                if peer is not None and role != "prefill":  # which is a pass or two
-                    theirs = statistics.median(peer.ask(reference_passes(role, 3000 + n)) for n in range(rounds)) * 1000
-                    note += f", reference {theirs:.1f} ms, {theirs / wire:.0f} x"
-                rows.append((f"capacity, {role}", wire, note))
             scenarios = [Scenario(), Scenario(next_prompt_tokens=3000, next_decode_kv_tokens=3000)]
             for name, engine, ranks in (("1 rank", dense, 1), ("8 ranks", moe, 8)):
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +38,28 @@ def server(*command: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(10)
+
+
+class Meter:
+    """The metrics of a server at a port that was free."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = str(free.getsockname()[1])
+        self._page = f"http://127.0.0.1:{self.port}/metrics"
+
+    def handling(self, method: str) -> tuple[float, float, float]:
+        """Calls of a method so far, their seconds, and CPU seconds of the process."""
+        with urllib.request.urlopen(self._page, timeout=60) as page:
+            text = page.read().decode()
+
+        def value(name: str, label: str = "") -> float:
+            found = re.search(rf"^{name}{label} (\S+)$", text, re.MULTILINE)
+            return float(found.group(1)) if found else 0.0
+
+        label = rf'{{[^}}]*grpc_method="{method}"[^}}]*}}'
+        name = "grpc_server_handling_seconds"
+        return value(f"{name}_count", label), value(f"{name}_sum", label), value("process_cpu_seconds_total")
 
 
 class Peer:

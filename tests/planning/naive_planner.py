@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from perfcast_planning.planner.capacity import CapacityRequest, Objective
-from perfcast_planning.planner.engine_work import EngineLimits, EngineRole
+if TYPE_CHECKING:  # so that it also runs where they are not, beside the reference engine
+    from perfcast_planning.planner.capacity import CapacityRequest
+    from perfcast_planning.planner.engine_work import EngineLimits, EngineRole
 
 U32 = 2**32 - 1
 Rank = tuple[int, int, int, int]  # prefill requests, prefill tokens, decode requests, decode KV tokens
@@ -51,10 +53,10 @@ def candidates(largest: int) -> list[int]:
 def values_at(tau: Tau, role: EngineRole, limits: EngineLimits, request: CapacityRequest, b: int) -> dict | None:
     """What the engine does at batch ``b``; None to skip the candidate; NaN times end the search."""
     accepted, fresh, osl, ranks = request.accepted, request.fresh_tokens, request.osl, limits.attention_dp
-    if role is EngineRole.PREFILL:
+    if not role.decodes:
         t = chunked(tau, request, limits, min(b * fresh, U32), b, 0)
         return {"rps": b / t, "ttft_s": t, "e2e_s": t} if t else None
-    if role is EngineRole.DECODE:
+    if not role.prefills:
         i = one_pass(tau, request, ranks, 0, 0, b) / accepted
         return {"rps": b / (osl * i), "itl_s": i} if i else None
     q, room = math.ceil(b * accepted * fresh / osl), limits.max_num_batched_tokens - b
@@ -72,13 +74,13 @@ def capacity(
     tau: Tau, role: EngineRole, limits: EngineLimits, request: CapacityRequest
 ) -> tuple[int, dict, bool] | None:
     """(batch, values, eligible) with ``on_infeasible = max_rps`` or, among eligible ones, the objective's best."""
-    if request.isl == 0 or (role is not EngineRole.PREFILL and request.osl == 0):
+    if request.isl == 0 or (role.decodes and request.osl == 0):
         return None
     m, s, k = limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_kv_tokens
     fresh, length = request.fresh_tokens, request.context_tokens
-    if role is EngineRole.PREFILL:
+    if not role.decodes:
         largest = 1 if fresh > m else min(s, m // fresh)
-    elif role is EngineRole.DECODE:
+    elif not role.prefills:
         largest = min(s, k // length)
     else:
         largest = min(s, k // length, max(1, m - 1)) if m > 1 else 0
@@ -96,14 +98,14 @@ def capacity(
 
 
 def _better(request: CapacityRequest, values: dict, best: dict) -> bool:
-    if request.objective is Objective.THROUGHPUT:
+    if request.objective.name == "THROUGHPUT":
         return values["rps"] > best["rps"]
     name = next(name for name in ("e2e_s", "ttft_s", "itl_s") if name in values)
     return values[name] < best[name]
 
 
 def drain(tau: Tau, role: EngineRole, limits: EngineLimits, ranks: list[dict[str, int]]) -> float | None:
-    if role is EngineRole.DECODE:
+    if not role.prefills:
         return None
     m = limits.max_num_batched_tokens
     plans = [divmod(rank["queued_prefill_tokens"], m) for rank in ranks]
@@ -115,7 +117,7 @@ def drain(tau: Tau, role: EngineRole, limits: EngineLimits, ranks: list[dict[str
         rows = []
         for (f, t), rank in zip(plans, ranks, strict=True):
             tokens = m if start < f else t if start == f else 0
-            decodes = (rank["decode_requests"], rank["decode_kv_tokens"]) if role is EngineRole.AGGREGATED else (0, 0)
+            decodes = (rank["decode_requests"], rank["decode_kv_tokens"]) if role.decodes else (0, 0)
             rows.append((max(1, rank["queued_prefill_requests"]) if tokens else 0, tokens, *decodes))
         total += (end - start) * tau(rows)
     return total
