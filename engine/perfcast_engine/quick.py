@@ -6,7 +6,7 @@ operators": outside of the measurements, where counts are not filled in yet, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from perfcast_surface.arrays import Ints
 from perfcast_surface.mixed import StepRules
-from perfcast_surface.surface import PhaseSurface, StepSurface, Table, in_bands
+from perfcast_surface.surface import PhaseSurface, StepSurface, Table, in_bands, sum_of_one
 from perfcast_surface.terms import One, Summand, Term
 
 from perfcast_engine.answer import F64, Points, Source
@@ -50,12 +50,10 @@ class ShortCut:
 
     @cached_property
     def one(self) -> One:
-        inside, outside = [term.one for term in self.terms], self.outside
+        inside, outside = sum_of_one([term.one for term in self.terms]), self.outside
 
         def one(batch: int, s: int, prefix: int) -> float:
-            ms = 0.0
-            for term in inside:
-                ms += term(batch, s, prefix)
+            ms = inside(batch, s, prefix)
             return ms if ms == ms else outside(batch, s, prefix)
 
         return one
@@ -134,12 +132,12 @@ class QuickSteps:
         """Whether there is nothing to say about an answer but its latency and its sources."""
         return self._is_plain and all(table.is_plain for table in self._tables)
 
-    def step(self, ask: Ask, counts: Mapping[str, int]) -> QuickStep | None:
+    def step(self, ask: Callable[[StepSurface], float]) -> QuickStep | None:
         """One point; None where the operators have to be asked."""
-        ms = ask(self.near, **counts)
+        ms = ask(self.near)
         if ms != ms:
-            ms = ask(self.far, **counts)
-        return QuickStep(ms, self, ask, counts) if ms == ms else None
+            ms = ask(self.far)
+        return QuickStep(ms, self, ask) if ms == ms else None
 
     def result(self, ms: F64, ask: Ask, counts: Sequence[Ints]) -> StepResult:
         """Steps of which ``near`` answers ``ms`` (N,) to ``ask``."""
@@ -166,15 +164,15 @@ class QuickSteps:
 class QuickStep:
     """One step; where its latency comes from is worked out when it is asked for."""
 
-    __slots__ = ("_ask", "_counts", "_steps", "ms")
+    __slots__ = ("_ask", "_steps", "ms")
 
-    def __init__(self, ms: float, steps: QuickSteps, ask: Ask, counts: Mapping[str, int]) -> None:
-        self.ms, self._steps, self._ask, self._counts = ms, steps, ask, counts
+    def __init__(self, ms: float, steps: QuickSteps, ask: Callable[[StepSurface], float]) -> None:
+        self.ms, self._steps, self._ask = ms, steps, ask
 
     @property
     def by_source(self) -> list[float]:
         """ms per Source."""
-        return self._steps.by_source(lambda surface: self._ask(surface, **self._counts), self.ms)
+        return self._steps.by_source(self._ask, self.ms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import nan
-from types import MappingProxyType
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
 from perfcast_surface.arrays import Ints
-from perfcast_surface.mixed import ARRAYS, MixedPlan, StepRules, middle
+from perfcast_surface.lines import Read
+from perfcast_surface.mixed import StepRules, middle
 from perfcast_surface.surface import Counts, PhaseSurface, StepSurface, in_bands
 
 from perfcast_engine.answer import F64, Mask, Points
@@ -50,9 +51,7 @@ class MixedWork(NamedTuple):
     gen_imbalance: Any = 1.0
 
 
-ONES: Mapping[str, Callable[..., float]] = MappingProxyType(
-    {"prefill": StepSurface.prefill_one, "decode_step": StepSurface.decode_step_one, "mixed": StepSurface.mixed_one}
-)
+SINGLE = ("prefill", "decode_step", "mixed")  # what answers numbers as it answers arrays
 NOTHING = PhaseSurface(Counts.of(np.zeros(0)), None, None, (), ())
 UNKNOWN = StepSurface(NOTHING, NOTHING, StepRules())
 
@@ -108,27 +107,24 @@ class StepModel:
 
     def quick(self, kind: str, counts: Mapping[str, int]) -> QuickStep | None:
         """One point of ``kind``, a method for arrays, without arrays; None where these have to be asked."""
-        quick, ask = self._quick, ONES.get(kind)
-        return None if quick is None or ask is None else quick.step(ask, counts)
+        return None if self._quick is None or kind not in SINGLE else self._quick.step(methodcaller(kind, **counts))
 
-    def prefill_ms(self, batch: int, isl: int, prefix: int = 0) -> float:
+    @cached_property
+    def prefill_ms(self) -> Read:
         """``prefill`` of one point, ms; EngineError where it misses. So are the next two."""
-        ms = self._near.prefill_one(batch, isl, prefix)
-        return ms if ms == ms else self._ms("prefill", batch=batch, isl=isl, prefix=prefix)
+        return self._near.prefill_or(partial(self._ms, "prefill"))
 
-    def decode_step_ms(self, gen_requests: int, isl: int, osl: int) -> float:
-        ms = self._near.decode_step_one(gen_requests, isl, osl)
-        return ms if ms == ms else self._ms("decode_step", gen_requests=gen_requests, isl=isl, osl=osl)
+    @cached_property
+    def decode_step_ms(self) -> Read:
+        return self._near.decode_step_or(partial(self._ms, "decode_step"))
 
-    def mixed_ms(self, ctx_tokens: int, gen_requests: int, isl: int, osl: int, prefix: int = 0) -> float:
-        ms = self._near.mixed_one(ctx_tokens, gen_requests, isl, osl, prefix)
-        if ms == ms:
-            return ms
-        return self._ms("mixed", ctx_tokens=ctx_tokens, gen_requests=gen_requests, isl=isl, osl=osl, prefix=prefix)
+    @cached_property
+    def mixed_ms(self) -> Read:
+        return self._near.mixed_or(partial(self._ms, "mixed"))
 
-    def _ms(self, kind: str, **counts: int) -> float:
-        ms: float = nan if self._quick is None else ONES[kind](self._quick.far, **counts)
-        return ms if ms == ms else getattr(self, kind)(**counts).raise_first().ms.item()
+    def _ms(self, kind: str, *counts: int) -> float:
+        ms: float = nan if self._quick is None else getattr(self._quick.far, kind)(*counts)
+        return ms if ms == ms else getattr(self, kind)(*counts).raise_first().ms.item()
 
     def prefill(
         self, batch: Any, isl: Any, prefix: Any = 0, imbalance: Any = 1.0, *, operators: bool = False
@@ -206,14 +202,14 @@ class StepModel:
         """The three passes of a mixed step: all but attention, context attention, decode attention."""
         *columns, imbalance, gen_imbalance = work
         tokens, requests, isl, osl, prefix = np.broadcast_arrays(*_mixed_counts(*columns))
-        plan = MixedPlan(*self.rules.mixed(tokens, requests, isl, osl, prefix, ARRAYS))
+        plan = self.rules.plan(tokens, requests, isl, osl, prefix)
         busy = tokens + requests > 0
         one, flat = np.ones_like(tokens), np.where(busy, plan.flat, 1)
-        rows = np.maximum(plan.rows, 1).astype(np.float64)
+        rows = np.maximum(plan.rows, one).astype(np.float64)
         shared = self.context_phase.price_shared(Points.of(one, flat, plan.cached, flat, imbalance), rows, operators)
         fresh, cached = np.where(tokens > 0, isl - prefix, 1), np.where(tokens > 0, prefix, 0)
         context = StepResult.zero(len(tokens), operators)
-        for prompts, weight in ((plan.upper, plan.upper_weight), (plan.lower, plan.lower_weight)):
+        for prompts, weight in plan.passes:
             at = Points.of(np.maximum(prompts, 1), fresh, cached, None, imbalance)
             context += _weighed(self.context_phase, at, np.where(prompts > 0, weight, 0.0), operators)
         at = Points.of(np.maximum(plan.decodes, 1), plan.length, 0, np.maximum(plan.decodes, 1), gen_imbalance)

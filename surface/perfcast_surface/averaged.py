@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from math import nan
 
 import numpy as np
@@ -49,23 +48,23 @@ class Averaged:
         a += b * self._weight.take(batch, mode="clip")
         return a
 
-    @cached_property
-    def one(self) -> Callable[[int, int], float]:
-        """``at`` for a single point."""
-        means, low, high, weight, filled = (
-            array.data for array in (self._means.ravel(), self._low, self._high, self._weight, self._filled)
-        )
-        rows = self._rows
+    def one(self, scale: float = 1.0) -> Callable[..., float]:
+        """``at`` for a single (batch, length), and whatever follows; times ``scale``."""
+        means, width = self._means.ravel().data, self._rows
+        around = list(zip(self._low.tolist(), self._high.tolist(), self._weight.tolist(), strict=True))
 
-        def one(batch: int, length: int) -> float:
+        def one(batch: int, length: int, _: int = 0) -> float:
             try:
-                if not filled[length >> BITS]:
+                low, high, share = around[batch]
+                first = length * width
+                a, b = means[first + low], means[first + high]
+                if not (a and b):  # not written to so far
                     self._fill(np.array([length]))
-                first, share = length * rows, weight[batch]
-                a: float = means[first + low[batch]]
-                return a + (means[first + high[batch]] - a) * share if share else a
+                    a, b = means[first + low], means[first + high]
             except IndexError:
                 return nan
+            ms: float = (a + (b - a) * share) * scale
+            return ms
 
         return one
 

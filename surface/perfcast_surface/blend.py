@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from perfcast_surface.arrays import F64, Ints
+from perfcast_surface.lines import Lines
 from perfcast_surface.plane import Plane
 
 
@@ -34,6 +35,11 @@ class Blend:
         for weight, plane in self.parts[1:]:
             ms += (plane.one(*query) - ms) * weight
         return ms
+
+    @property
+    def lines(self) -> Lines | None:
+        """What a single plane over two counts is read from."""
+        return self.parts[0][1].lines if len(self.parts) == 1 else None
 
     @property
     def ends(self) -> tuple[float, ...]:

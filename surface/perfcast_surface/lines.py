@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from math import nan
 
 import numpy as np
@@ -11,6 +12,7 @@ from perfcast_surface.arrays import F64, Ints
 
 ROWS = 1 << 12  # of the longest axis that has a row for each count
 COUNTS = 1 << 18  # of the longest axis along which there are lines
+Read = Callable[..., float]  # single counts to ms
 
 
 class Lines:
@@ -36,7 +38,32 @@ class Lines:
         self._cell: Ints = along.searchsorted(counts, "left") + along.searchsorted(counts, "right")
         self._squared, self._width = squared, lines.shape[1]
         self._pairs = lines.view(np.complex128).ravel()
-        self.one = _one(lines.ravel().data, self._cell.data, self._width, squared)
+
+    @cached_property
+    def _listed(self) -> tuple[list[list[list[float]]], list[int]]:
+        """Start and slope by row and cell, rows as they are asked; and the cells."""
+        return [[]] * (len(self._pairs) // self._width), self._cell.tolist()
+
+    def one(self, scale: float = 1.0, extra: float = 0.0, other: Callable[..., float] | None = None) -> Read:
+        """``at`` for a single (row, along), plus ``extra``, times ``scale``; ``other`` where a third count is not 0."""
+        (listed, cells), squared = self._listed, self._squared
+        lines = self._pairs.view(np.float64).reshape(-1, self._width, 2)
+
+        def filled(row: int) -> list[list[float]]:
+            listed[row] = lines[row].tolist()
+            return listed[row]
+
+        def one(row: int, along: int, third: int = 0) -> float:
+            if third and other:
+                return other(row, along, third)
+            try:
+                start, slope = (listed[row] or filled(row))[cells[along]]
+            except IndexError:
+                return nan
+            ms = start + slope * along
+            return ((ms * ms if squared else ms) + extra) * scale
+
+        return one
 
     def at(self, x: Ints, y: Ints) -> F64:
         """The value at each point; NaN outside."""
@@ -47,24 +74,3 @@ class Lines:
         if self._squared:
             ms *= ms
         return ms
-
-
-def _one(lines: memoryview, cell: memoryview, width: int, squared: bool) -> Callable[[int, int], float]:
-    """``Lines.at`` for a single point."""
-
-    def along_first(x: int, y: int) -> float:
-        try:
-            i = 2 * (cell[x] + y * width)
-            root = lines[i] + lines[i + 1] * x
-            return root * root
-        except IndexError:
-            return nan
-
-    def along_second(x: int, y: int) -> float:
-        try:
-            i = 2 * (cell[y] + x * width)
-            return lines[i] + lines[i + 1] * y
-        except IndexError:
-            return nan
-
-    return along_first if squared else along_second

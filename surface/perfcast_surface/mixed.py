@@ -1,17 +1,15 @@
-"""What the passes of a mixed step run (spec/06 1.5), written once for arrays and for numbers."""
+"""What the passes of a mixed step run (spec/06 1.5), for arrays and for numbers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-Rounding = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]  # floor of what is not negative, maximum
-ARRAYS: Rounding = (lambda values: values.astype(np.int64), np.maximum)
-NUMBERS: Rounding = (math.floor, max)
+from perfcast_surface.arrays import F64, Ints
+
+ONE = np.ones(1, np.int64)
 
 
 def middle(isl: Any, osl: Any) -> Any:
@@ -20,19 +18,16 @@ def middle(isl: Any, osl: Any) -> Any:
 
 
 class MixedPlan(NamedTuple):
-    """flat, cached: tokens of the shared pass, run as one sequence; rows: of the vocabulary projection; each of two
+    """flat, cached: tokens of the shared pass, run as one sequence; rows: of the vocabulary projection; each of the
     context-attention passes over so many prompts, which may be none, counts with its weight; decodes, length: query
     tokens and KV length of decode attention."""
 
-    flat: Any
-    cached: Any
-    rows: Any
-    upper: Any
-    upper_weight: Any
-    lower: Any
-    lower_weight: Any
-    decodes: Any
-    length: Any
+    flat: Ints
+    cached: Ints
+    rows: Ints
+    passes: tuple[tuple[Ints, F64], ...]
+    decodes: Ints
+    length: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +42,17 @@ class StepRules:
     prefix_per_prompt: bool = False
     whole_prompts: bool = False
 
-    def mixed(self, tokens: Any, requests: Any, isl: Any, osl: Any, prefix: Any, of: Rounding) -> tuple[Any, ...]:
-        """The fields of a MixedPlan for ``tokens`` prompt tokens beside ``requests`` decoding requests: counts, int64
-        where they are arrays. ``prefix``: the number 0 where there is none. Not made a MixedPlan, which takes as long
-        as all of it does for numbers."""
-        floor, maximum = of
+    def plan(self, tokens: Ints, requests: Ints, isl: Ints, osl: Ints, prefix: Ints) -> MixedPlan:
+        """``tokens`` prompt tokens beside ``requests`` decoding requests."""
         decodes, prompts = requests * (self.nextn + 1) if self.nextn else requests, tokens / isl
-        lower = floor(prompts)
+        lower = prompts.astype(np.int64)
         part = prompts - lower
         upper = lower + (part > 0)
-        flat, rows, length = tokens + decodes, upper + decodes, isl + (osl >> 1) + 1
-        cached = prefix
-        if type(prefix) is not int or prefix:
-            cached = prefix * lower if self.prefix_per_prompt else floor(prefix * prompts)
+        flat, rows, cached = tokens + decodes, ONE if self.one_logits_row else upper + decodes, prefix
+        if prefix.any():
+            cached = prefix * lower if self.prefix_per_prompt else (prefix * prompts).astype(np.int64)
             flat = flat - cached
-        if self.one_logits_row:
-            rows = rows * 0 + 1
+        passes: tuple[tuple[Ints, F64], ...] = (upper, part), (lower, 1 - part)
         if self.whole_prompts:
-            chunks = -(-isl // maximum(tokens, 1))
-            return flat, cached, rows, upper, 1 / chunks, lower * 0, part * 0.0, decodes, length
-        return flat, cached, rows, upper, part, lower, 1 - part, decodes, length
+            passes = ((upper, 1 / np.ceil(isl / np.maximum(tokens, 1))),)
+        return MixedPlan(flat, cached, rows, passes, decodes, middle(isl, osl))

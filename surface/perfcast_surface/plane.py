@@ -134,7 +134,10 @@ class Plane:
     @cached_property
     def one(self) -> Callable[..., float]:
         """``at_counts`` for single numbers."""
-        return self._one if self.lines is None else self.lines.one
+        if self.lines is None:
+            return self._one
+        read = self.lines.one()
+        return (lambda along, row: read(row, along)) if self.roots else read
 
     def at(self, *query: F64 | Ints, sol: Sol | None = None) -> F64:
         """The value at each query; NaN outside. With ``sol``, the roofline of the axes, the value of a row carries over

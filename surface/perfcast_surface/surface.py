@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from itertools import chain
-from math import inf, nan
+from math import floor, inf, nan
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from perfcast_surface.arrays import F64, Ints, Mask
-from perfcast_surface.mixed import ARRAYS, NUMBERS, MixedPlan, StepRules, middle
+from perfcast_surface.lines import Read
+from perfcast_surface.mixed import ONE, StepRules, middle
 from perfcast_surface.terms import One, Summand, Term
 
 FEW = 8  # samples of a trajectory that are quicker one by one
 BAND = 1 << 14  # points evaluated together, so that what they take stays in the processor's cache
-ONE, ZERO = np.ones(1, np.int64), np.zeros(1, np.int64)
+ZERO = np.zeros(1, np.int64)
 DEFAULT_STRIDE = 32
 LONGEST = 2**31 - 1
 
@@ -91,34 +92,51 @@ class PhaseSurface:
         """Attention, which tokens of the pass make no difference to here; NaN outside."""
         return _sum(term.at(batch, s, prefix) for term in self.attention)
 
-    def shared_one(self, batch: int, s: int, prefix: int, x: int, rows: int) -> float:
-        ms = 0.0
-        try:
-            if self.tokens is not None:
-                ms = self.tokens.view[x]
-            if self.logits is not None:
-                ms += self.logits.view[rows]
-            if self.requests is not None:
-                ms += self.requests.view[batch]
-        except IndexError:
-            return nan
-        for term in self.others:
-            ms += term.one(batch, s, prefix)
-        return ms
-
     @cached_property
     def attention_one(self) -> One:
-        if len(self.attention) == 1:
-            return self.attention[0].one
-        each = [term.one for term in self.attention]
+        return sum_of_one([term.one for term in self.attention])
 
-        def one(batch: int, s: int, prefix: int) -> float:
-            ms = 0.0
-            for term in each:
-                ms += term(batch, s, prefix)
-            return ms
+    @cached_property
+    def rest_one(self) -> One | None:
+        """All else that depends on requests, None where nothing does. Raises IndexError beyond its table."""
+        each, requests = [term.one for term in self.others], self.requests
+        if requests is not None:
+            each.append(lambda batch, s, prefix: requests.view[batch])
+        return sum_of_one(each) if each else None
+
+    @cached_property
+    def whole_one(self) -> Callable[[int, int, int, int, int], float]:
+        tokens, logits, rest, attention = self.tokens, self.logits, self.rest_one, self.attention_one
+
+        def one(batch: int, s: int, prefix: int, x: int, rows: int) -> float:
+            try:
+                ms: float = 0.0 if tokens is None else tokens.view[x]
+                if logits is not None:
+                    ms += logits.view[rows]
+                if rest is not None:
+                    ms += rest(batch, s, prefix)
+            except IndexError:
+                return nan
+            return ms + attention(batch, s, prefix)
 
         return one
+
+
+def sum_of_one(each: Sequence[One]) -> One:
+    if len(each) == 1:
+        return each[0]
+
+    def one(batch: int, s: int, prefix: int) -> float:
+        ms = 0.0
+        for summand in each:
+            ms += summand(batch, s, prefix)
+        return ms
+
+    return one
+
+
+def _unknown(*_: int) -> float:
+    return nan
 
 
 def _sum(parts: Iterable[F64]) -> F64:
@@ -130,6 +148,8 @@ def _sum(parts: Iterable[F64]) -> F64:
 
 def _weighed(terms: tuple[Summand, ...], ms: F64, weight: F64 | None, batch: Ints, s: Ints, prefix: Ints) -> F64:
     """``ms`` plus the sum of ``terms``, times ``weight`` if there is one, where there is any ``batch``."""
+    if not terms:
+        return ms
     if _least(batch) > 0:
         found = _sum(term.at(batch, s, prefix) for term in terms)
         if weight is not None:
@@ -167,11 +187,21 @@ class StepSurface:
             return self.prefill_one(batch, isl, prefix)
         return in_bands(self.prefill_many, batch, isl, prefix)
 
-    def prefill_one(self, batch: int, isl: int, prefix: int = 0) -> float:
-        phase, s = self.context, isl - prefix
-        if batch < 1 or s < 1 or prefix < 0:
-            return nan
-        return phase.shared_one(batch, s, prefix, batch * s, batch) + phase.attention_one(batch, s, prefix)
+    @cached_property
+    def prefill_one(self) -> Read:
+        return self.prefill_or(_unknown)
+
+    def prefill_or(self, other: Read) -> Read:
+        """``prefill`` of numbers; ``other`` of the same ones where that is NaN. So are the next two."""
+        whole = self.context.whole_one
+
+        def ms(batch: int, isl: int, prefix: int = 0) -> float:
+            s, found = isl - prefix, nan
+            if batch > 0 and s > 0 and prefix >= 0:
+                found = whole(batch, s, prefix, batch * s, batch)
+            return found if found == found else other(batch, isl, prefix)
+
+        return ms
 
     def prefill_many(self, batch: Ints, isl: Ints, prefix: Ints) -> F64:
         s = isl - prefix if prefix.any() else isl
@@ -185,11 +215,21 @@ class StepSurface:
             return self.decode_step_one(gen_requests, isl, osl)
         return in_bands(self.decode_step_many, gen_requests, isl, osl)
 
-    def decode_step_one(self, gen_requests: int, isl: int, osl: int) -> float:
-        if gen_requests < 1 or isl < 1 or osl < 1:
-            return nan
-        phase, tokens, length = self.generation, gen_requests * (self.rules.nextn + 1), middle(isl, osl)
-        return phase.shared_one(tokens, length, 0, tokens, tokens) + phase.attention_one(tokens, length, 0)
+    @cached_property
+    def decode_step_one(self) -> Read:
+        return self.decode_step_or(_unknown)
+
+    def decode_step_or(self, other: Read) -> Read:
+        whole, rows = self.generation.whole_one, self.rules.nextn + 1
+
+        def ms(gen_requests: int, isl: int, osl: int) -> float:
+            found = nan
+            if gen_requests > 0 and isl > 0 and osl > 0:
+                tokens, length = gen_requests * rows, isl + (osl >> 1) + 1
+                found = whole(tokens, length, 0, tokens, tokens)
+            return found if found == found else other(gen_requests, isl, osl)
+
+        return ms
 
     def decode_step_many(self, gen_requests: Ints, isl: Ints, osl: Ints) -> F64:
         if min(_least(gen_requests), _least(isl), _least(osl)) < 1:
@@ -213,8 +253,7 @@ class StepSurface:
     def _decode_one(self, batch: int, isl: int, osl: int, beam: int, stride: int) -> float:
         tokens, ms = batch * (self.rules.nextn + 1), 0.0
         for offset in range(0, osl - 1, stride):
-            step = self.generation.shared_one(tokens, isl + offset + 1, 0, tokens * beam, tokens * beam)
-            step += self.generation.attention_one(tokens, isl + offset + 1, 0)
+            step = self.generation.whole_one(tokens, isl + offset + 1, 0, tokens * beam, tokens * beam)
             ms += step * min(stride, osl - 1 - offset)
         return ms
 
@@ -243,34 +282,64 @@ class StepSurface:
             return self.mixed_one(ctx_tokens, gen_requests, isl, osl, prefix)
         return in_bands(self.mixed_many, ctx_tokens, gen_requests, isl, osl, prefix)
 
-    def mixed_one(self, ctx_tokens: int, gen_requests: int, isl: int, osl: int, prefix: int = 0) -> float:
-        if ctx_tokens < 0 or gen_requests < 0 or osl < 1 or not 0 <= prefix < isl or not (ctx_tokens or gen_requests):
-            return nan
-        flat, cached, rows, upper, upper_weight, lower, lower_weight, decodes, length = self.rules.mixed(
-            ctx_tokens, gen_requests, isl, osl, prefix, NUMBERS
-        )
-        context = self.context
-        ms = context.shared_one(1, flat, cached, flat, rows)
-        if upper and upper_weight:
-            ms += context.attention_one(upper, isl - prefix, prefix) * upper_weight
-        if lower:
-            ms += context.attention_one(lower, isl - prefix, prefix) * lower_weight
-        return ms + self.generation.attention_one(decodes, length, 0) if gen_requests else ms
+    @cached_property
+    def mixed_one(self) -> Read:
+        return self.mixed_or(_unknown)
+
+    def mixed_or(self, other: Read) -> Read:
+        """What ``StepRules.plan`` has for arrays, for numbers."""
+        tokens, logits, rest = self.context.tokens, self.context.logits, self.context.rest_one
+        context, generation = self.context.attention_one, self.generation.attention_one
+        nextn, one_row, per_prompt, whole = astuple(self.rules)
+
+        def ms(ctx_tokens: int, gen_requests: int, isl: int, osl: int, prefix: int = 0) -> float:
+            if (
+                ctx_tokens < 0
+                or gen_requests < 0
+                or osl < 1
+                or not (ctx_tokens or gen_requests)
+                or not 0 <= prefix < isl
+            ):
+                return other(ctx_tokens, gen_requests, isl, osl, prefix)
+            decodes = gen_requests * (nextn + 1) if nextn else gen_requests
+            lower, fresh, cached, flat = ctx_tokens // isl, isl, 0, ctx_tokens + decodes
+            weight = ctx_tokens / isl - lower
+            upper = lower + 1 if weight else lower
+            if prefix:
+                cached = prefix * lower if per_prompt else floor(prefix * (ctx_tokens / isl))
+                flat, fresh = flat - cached, isl - prefix
+            if whole:
+                lower, weight = 0, 1 / -(-isl // (ctx_tokens or 1))
+            try:
+                found: float = 0.0 if tokens is None else tokens.view[flat]
+                if logits is not None:
+                    found += logits.view[1 if one_row else upper + decodes]
+                if rest is not None:
+                    found += rest(1, flat, cached)
+            except IndexError:
+                return other(ctx_tokens, gen_requests, isl, osl, prefix)
+            if weight and upper:
+                found += context(upper, fresh, prefix) * weight
+            if lower:
+                found += context(lower, fresh, prefix) * (1 - weight)
+            if gen_requests:
+                found += generation(decodes, isl + (osl >> 1) + 1, 0)
+            return found if found == found else other(ctx_tokens, gen_requests, isl, osl, prefix)
+
+        return ms
 
     def mixed_many(self, ctx_tokens: Ints, gen_requests: Ints, isl: Ints, osl: Ints, prefix: Ints) -> F64:
-        cached: Any = prefix if prefix.any() else 0
-        fresh = isl - cached
+        fresh, prefix = (isl - prefix, prefix) if prefix.any() else (isl, ZERO)
         tokens, requests = _least(ctx_tokens), _least(gen_requests)
         busy = tokens + requests > 0 or _least(ctx_tokens + gen_requests) > 0
         if min(tokens, requests, _least(osl) - 1, _least(prefix)) < 0 or _least(fresh) < 1 or not busy:
             good = (ctx_tokens >= 0) & (gen_requests >= 0) & (osl >= 1) & (prefix >= 0) & (fresh > 0)
             good = good & (ctx_tokens + gen_requests > 0)
             return _where(good, self.mixed_many, ctx_tokens, gen_requests, isl, osl, prefix)
-        plan = MixedPlan(*self.rules.mixed(ctx_tokens, gen_requests, isl, osl, cached, ARRAYS))
-        ms = self.context.shared(ONE, plan.flat, np.atleast_1d(plan.cached), plan.flat, plan.rows)
-        attention = self.context.attention
-        ms = _weighed(attention, ms, plan.upper_weight, plan.upper, fresh, prefix)
-        ms = _weighed(attention, ms, plan.lower_weight, plan.lower, fresh, prefix)
+        plan = self.rules.plan(ctx_tokens, gen_requests, isl, osl, prefix)
+        ms = self.context.shared(ONE, plan.flat, plan.cached, plan.flat, plan.rows)
+        for prompts, weight in plan.passes:
+            ms = _weighed(self.context.attention, ms, weight, prompts, fresh, prefix)
         return _weighed(self.generation.attention, ms, None, plan.decodes, plan.length, ZERO)
 
 

@@ -41,7 +41,7 @@ def decode_lengths_one(s: int) -> list[int]:
 
 
 class Summand(Protocol):
-    """One summand of a phase, ms. at: of arrays (N,) or (1,)."""
+    """One summand of a phase, ms. at: of arrays (N,) or (1,)"""
 
     @property
     def one(self) -> One: ...
@@ -100,7 +100,7 @@ class Causal:
 
     @cached_property
     def one(self) -> One:
-        read, extra_ms, scale, ranks = self.blend.one, self.extra_ms, self.scale, self.ranks
+        read, lines, extra_ms, scale, ranks = self.blend.one, self.blend.lines, self.extra_ms, self.scale, self.ranks
 
         def one(batch: int, s: int, prefix: int) -> float:
             if not prefix:
@@ -112,7 +112,7 @@ class Causal:
             part = -(-s // (2 * ranks))
             return one(batch, part, prefix) + one(batch, part, prefix + s - part) - extra_ms * scale
 
-        return one if ranks == 1 else shared
+        return shared if ranks > 1 else one if lines is None else lines.one(scale, extra_ms, one)
 
     def parameters(self) -> dict[str, float]:
         return {"extra_ms": float(self.extra_ms), "ranks": float(self.ranks), **self.blend.parameters()}
@@ -179,7 +179,8 @@ class Block:
         read, scale, excess, layout = self.blend.one, self.scale, self.excess, self._layout
         if excess is None:
             if self.evaluator == DECODE:
-                return lambda batch, s, prefix: read(batch, s) * scale
+                lines = self.blend.lines
+                return (lambda batch, s, _: read(batch, s) * scale) if lines is None else lines.one(scale)
             return lambda batch, s, prefix: read(prefix, s, batch) * scale
 
         def one(*at: int) -> float:
@@ -223,8 +224,7 @@ class DecodeMean:
 
     @cached_property
     def one(self) -> One:
-        read, scale = self.means.one, self.scale
-        return lambda batch, s, prefix: read(batch, s) * scale
+        return self.means.one(self.scale)
 
     def parameters(self) -> dict[str, float]:
         return {}

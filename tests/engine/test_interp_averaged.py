@@ -28,7 +28,7 @@ def by_hand(batch, s):
 def test_linear_in_the_batch_between_means(batch, s):
     got = means().at(np.array([batch]), np.array([s]))
     assert got == pytest.approx(by_hand(batch, s))
-    assert means().one(batch, s) == got[0]
+    assert means().one()(batch, s) == got[0]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_linear_in_the_batch_between_means(batch, s):
 )
 def test_nothing_to_say_where_a_sample_was_not_measured(batch, s):
     assert np.isnan(means().at(np.array([batch]), np.array([s])))
-    assert np.isnan(means().one(batch, s))
+    assert np.isnan(means().one()(batch, s))
 
 
 def test_what_is_tabulated_already_changes_no_answer():
@@ -52,4 +52,4 @@ def test_lengths_that_are_too_long_to_tabulate_are_left_out(monkeypatch):
     monkeypatch.setattr(module, "LIMIT", 1000)
     table = means()
     np.testing.assert_array_equal(np.isnan(table.at(np.array([1]), np.array([5, 998, 1000, 2000]))), [0, 0, 1, 1])
-    assert np.isnan(table.one(1, 1000))
+    assert np.isnan(table.one()(1, 1000))
