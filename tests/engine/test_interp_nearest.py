@@ -25,16 +25,16 @@ def test_fewer_samples_than_asked():
     assert Samples(np.array([[0.0, 5.0]])).nearest(np.array([[4.0]]), 5)[0].tolist() == [[1], [0]]
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([0, 1 << 20]), st.integers(0, 2**32 - 1))
-def test_pruning_finds_what_comparison_finds(axes, count, boxed, seed):
+@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([0, 29_999]), st.integers(0, 2**32 - 1))
+def test_pruning_finds_what_comparison_finds(axes, count, limit, seed):
     rng = np.random.default_rng(seed)
     samples = rng.integers(0, 5, (150, axes)) / 4.0  # a lattice, so that ties abound
-    known = Samples(samples.T)
+    known, corner = Samples(samples.T), rng.integers(-2, 12, axes)
     with pytest.MonkeyPatch.context() as patch:
-        for limit, small in (("DIRECT_CELLS", 0), ("BOXED_CELLS", boxed), ("BLOCK", 16), ("TOGETHER", 3)):
-            patch.setattr(module, limit, small)
-        for size in (1, 200, 1):  # the last finds candidates kept
-            queries = rng.integers(-2, 12, (size, axes)) / 8.0
+        for name, small in (("DIRECT_CELLS", limit), ("BLOCK", 16), ("TOGETHER", 3)):
+            patch.setattr(module, name, small)
+        for spread in (14, 3, 3):  # in a box of their own, which is kept
+            queries = (corner + rng.integers(0, spread, (200, axes))) / 8.0
             index, _ = known.nearest(queries.T, count)
             expected = [by_hand(samples, query, count) for query in queries]
             np.testing.assert_array_equal(index.T, expected)

@@ -15,11 +15,11 @@ Index = NDArray[np.intp]
 Axis = tuple[F64, Index]  # the values that there are along it, ascending, and which of them each sample has
 
 DIRECT_CELLS = 50_000  # query-sample pairs that are quicker compared than pruned
-BLOCK = 256  # most queries that share their candidates
+BLOCK = 256  # most queries that share their candidates; fewer where there are fewer than BLOCKS times as many
+BLOCKS = 16
 TOGETHER = 64  # blocks that are pruned at once
 BOX = 0.25  # queries in boxes whose corners are multiples of it share their candidates
 BOXES = 1 << 8  # that are kept
-BOXED_CELLS = 20_000  # query-candidate pairs of one box that are quicker compared than pruned block by block
 SLACK = 1e-9  # on bounds, relative to squared distances, for rounding
 
 
@@ -40,9 +40,9 @@ class Samples:
         count = min(count, self.at.shape[1])
         if self.at.shape[1] * queries.shape[1] <= DIRECT_CELLS:
             return _compare(self.at, queries, count)
-        if queries.shape[1] * count <= BOXED_CELLS:
+        if queries.shape[1] * count <= DIRECT_CELLS:
             near = self.near(queries, count)
-            if queries.shape[1] * len(near) <= BOXED_CELLS:
+            if queries.shape[1] * len(near) <= DIRECT_CELLS:
                 at, found = _compare(self.at[:, near], queries, count)
                 return near[at], found
         order, bounds = _blocks(self._axes, queries)
@@ -108,10 +108,11 @@ def _blocks(axes: Sequence[Axis], queries: F64) -> tuple[Index, Index]:
     """An order of the queries and the bounds of blocks in it, each of which lies between few values of every axis."""
     order, bounds = np.arange(queries.shape[1]), [queries.shape[1]]
     places = [np.interp(asked, known, np.arange(len(known))) for asked, (known, _) in zip(queries, axes, strict=True)]
+    most = min(BLOCK, max(BLOCK // BLOCKS, len(order) // BLOCKS))
     work = [(0, len(order), [place for place in places if np.ptp(place)])]
     while work:
         low, high, places = work.pop()
-        if high - low <= BLOCK or not places:
+        if high - low <= most or not places:
             bounds.append(low)
             continue
         half = (high - low) // 2
