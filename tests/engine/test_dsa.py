@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from perfcast_engine.answer import Points, Source, Tier
 from perfcast_engine.errors import EmpiricalBasisMissing, InvalidField, PerfDataMissing, SystemFlopsMissing
 from perfcast_engine.ops.dsa import DsaContext, DsaGeneration
-from perfcast_engine.ops.sparse import causal_pairs
+from perfcast_engine.ops.roofline import causal_pairs
 from perfcast_engine.tables.database import Mode
 
 from tests.engine.handmade import SYSTEM, database, table

@@ -17,9 +17,7 @@ from perfcast_engine.answer import F64, Answer, Miss, Points, Source, Tier, choo
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.interp.grid import Query
 from perfcast_engine.ops.base import Role, Split, memory_bound
-from perfcast_engine.ops.measured import Attention, Basis, Coord, Generation, Prefill, no_slice
-from perfcast_engine.quant import QuantMode
-from perfcast_engine.system import SystemSpec
+from perfcast_engine.ops.measured import Attention, Basis, Generation, Prefill, no_slice
 from perfcast_engine.tables.database import Database, Mode
 from perfcast_engine.tables.table import Key, Table
 
@@ -113,17 +111,8 @@ class ContextAttention(_Dense, Prefill):
 
     qk_norm: bool = False
 
-    table, keyed_by = "context_attention", ("fmha_quant", "kv_quant", "grouped", "head_dim", "window")
-
-    def roofline(self, system: SystemSpec, n: Coord, s: Coord, b: Coord, prefix: Coord = 0.0) -> Split:
-        new, h, fmha = s - prefix, self.head_dim, quant.FMHA[self.fmha_quant]
-        area = (s * s - prefix * prefix) / 2
-        if self.window > 0:
-            area = np.where(s > self.window, new * self.window, area)
-        flops = 4 * b * area * n * h
-        cached = quant.KV_CACHE[self.kv_quant].bytes * b * 2 * (self.grouped or n) * s * h
-        moved = 2 * b * (2 * n * new * h) + cached
-        return Split.of(flops / system.rate(fmha) * 1000, system.memory_sol_ms(moved))
+    table = law = "context_attention"
+    keyed_by = ("fmha_quant", "kv_quant", "grouped", "head_dim", "window")
 
     def _extra_ms(self, db: Database) -> float:
         """Rotary embedding, cache write and norms of q and k, which the kernel's measurement leaves out."""
@@ -157,15 +146,9 @@ class ContextAttention(_Dense, Prefill):
 class GenerationAttention(_Dense, Generation):
     """Attention of one new token per request over its cache, the mean over lengths around the asked one."""
 
-    table, keyed_by = "generation_attention", ("kv_quant", "grouped", "head_dim", "window")
+    table = law = "generation_attention"
+    keyed_by = ("kv_quant", "grouped", "head_dim", "window")
     clamp = True
-
-    def roofline(self, system: SystemSpec, n: Coord, b: Coord, s: Coord) -> Split:
-        h, kv_heads = self.head_dim, self.grouped or n
-        length = s - 1 if self.window == 0 else np.minimum(s - 1, self.window)
-        moved = b * (4 * n * h + 2 * kv_heads * length * h * quant.KV_CACHE[self.kv_quant].bytes)
-        (rate,) = self.rates(system)
-        return Split.of(4 * b * n * h * length / rate * 1000, system.memory_sol_ms(moved))
 
     def sol(self, db: Database, at: Points) -> Split:
         return super().sol(db, at).scaled(at.imbalance)
@@ -241,7 +224,8 @@ class EncoderAttention(Attention):
     partial_rotary: float = 0.0
 
     positive = ("heads", "head_dim")
-    table, keyed_by = "encoder_attention", ("fmha_quant", "head_dim")
+    table = law = "encoder_attention"
+    keyed_by = ("fmha_quant", "head_dim")
     sqrt_axis = 1
 
     def __post_init__(self) -> None:
@@ -249,16 +233,8 @@ class EncoderAttention(Attention):
         if self.fmha_quant != "bfloat16":
             raise InvalidField("fmha_quant", f"encoder attention knows bfloat16 only, not {self.fmha_quant!r}")
 
-    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
-        return (quant.FMHA[self.fmha_quant],)
-
     def coords(self, at: Points) -> Query:
         return at.s, at.batch
-
-    def roofline(self, system: SystemSpec, n: Coord, s: Coord, b: Coord) -> Split:
-        moved = 2 * b * (4 * n * s * self.head_dim)
-        (rate,) = self.rates(system)
-        return Split.of(4 * b * s * s * n * self.head_dim / rate * 1000, system.memory_sol_ms(moved))
 
     def _rotary_bytes(self, at: Points) -> F64:
         return 4.0 * self.heads * self.head_dim * at.batch * at.s

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from perfcast_surface.terms import Term
@@ -13,55 +14,13 @@ from perfcast_engine.answer import Answer, Points, Source, Tier, total
 from perfcast_engine.errors import EngineError, InvalidField, PerfDataMissing
 from perfcast_engine.ops.base import Split
 from perfcast_engine.ops.indexer import all_gather, chunk_of, dsa_delta
-from perfcast_engine.ops.measured import Attention, Coord, no_basis
-from perfcast_engine.ops.sparse import BF16, BucketedModule, causal_pairs
-from perfcast_engine.quant import QuantMode
-from perfcast_engine.system import SystemSpec
+from perfcast_engine.ops.measured import Attention, no_basis
+from perfcast_engine.ops.roofline import resident
+from perfcast_engine.ops.sparse import BucketedModule
 from perfcast_engine.tables.database import Database, Mode
 from perfcast_engine.tables.table import Key
 
-
-@dataclass(frozen=True, slots=True)
-class DsaShape:
-    """Structural constants of an architecture; counts of elements."""
-
-    hidden: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    nope_head_dim: int
-    rope_head_dim: int
-    v_head_dim: int
-    index_topk: int
-    index_head_dim: int
-    index_heads: int
-
-    @property
-    def latent(self) -> int:
-        """Elements of one cache entry, shared by all heads."""
-        return self.kv_lora_rank + self.rope_head_dim
-
-    @property
-    def qk_head_dim(self) -> int:
-        return self.nope_head_dim + self.rope_head_dim
-
-    @property
-    def index_entry_bytes(self) -> int:
-        """Bytes of one entry of the indexer cache: fp8 values and their scales."""
-        return self.index_head_dim + 4 * -(-self.index_head_dim // 128)
-
-    def weights(self, heads: Coord) -> Coord:
-        """Elements of all projections, the indexer included."""
-        shared = self.hidden * (self.q_lora_rank + self.latent + self.index_head_dim + self.index_heads)
-        shared += self.q_lora_rank * self.index_heads * self.index_head_dim
-        return shared + heads * (self.q_lora_rank * self.qk_head_dim + self.v_head_dim * self.hidden)
-
-    def gemm_flops(self, tokens: Coord, heads: Coord) -> Coord:
-        """All projections and the absorbed products of ``tokens``."""
-        absorbed = heads * self.kv_lora_rank * (self.nope_head_dim + self.v_head_dim)
-        return 2 * tokens * (self.weights(heads) + absorbed)
-
-
-SHAPES = {name: DsaShape(**row) for name, row in data.table("kernels")["dsa"].items()}
+SHAPES: Mapping[str, Mapping[str, int]] = data.table("kernels")["dsa"]
 KERNELS = {"DeepseekV32ForCausalLM": "dsv32"}  # tables of kernels measured alone; glm5 for any other architecture
 
 
@@ -81,9 +40,17 @@ class _Dsa(BucketedModule):
     span_without_anchor = True
 
     @property
-    def dims(self) -> DsaShape:
+    def dims(self) -> Mapping[str, int]:
         """Constants of the architecture; those of DeepSeek-V3.2 for one that is not listed."""
         return SHAPES.get(self.architecture, SHAPES["DeepseekV32ForCausalLM"])
+
+    @property
+    def law(self) -> str:
+        return f"dsa_{self.phase}"
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        return {**self.dims, **vars(self)}
 
     @property
     def table(self) -> str:
@@ -117,15 +84,10 @@ class _Dsa(BucketedModule):
         return tuple(terms)
 
     def weight_bytes(self) -> float:
-        m, n = self.dims, self.heads
-        modes = self.projection_quants or (self.gemm_quant,) * 4
-        q, kv, o, indexer = (quant.mode(quant.GEMM, mode, "projection_quants").bytes for mode in modes)
-        return self.scale * (
-            (m.hidden * m.q_lora_rank + m.q_lora_rank * n * m.qk_head_dim) * q
-            + (m.hidden * m.latent + m.kv_lora_rank * n * (m.nope_head_dim + m.v_head_dim)) * kv
-            + n * m.v_head_dim * m.hidden * o
-            + (m.q_lora_rank * m.index_head_dim * m.index_heads + m.hidden * m.index_heads) * indexer
-        )
+        parts = ("q", "kv", "o", "indexer")
+        modes = self.projection_quants or (self.gemm_quant,) * len(parts)
+        widths = (quant.mode(quant.GEMM, mode, "projection_quants").bytes for mode in modes)
+        return resident("dsa", {**self.figures, **dict(zip(parts, widths, strict=True))})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,19 +102,6 @@ class DsaContext(_Dsa):
     @property
     def bucket(self) -> str:
         return "trtllm" if self.cp <= 1 else "flashmla_kv"
-
-    def roofline(self, system: SystemSpec, n: Coord, prefix: Coord, s: Coord, batch: Coord) -> Split:
-        m, topk = self.dims, self.index_topk
-        gemm_bytes, fmha_bytes, kv_bytes = self.widths
-        tokens, total = batch * s, s + prefix
-        searched = np.where(total <= topk, 0.0, 0.0 if self.skip else 1.0)
-        index = searched * 2 * tokens * m.index_heads * m.index_head_dim * total
-        attention = 2 * n * (m.latent + m.kv_lora_rank) * causal_pairs(batch, s, prefix, topk)
-        moved = m.weights(n) * gemm_bytes + batch * n * np.minimum(total, topk) * m.latent * kv_bytes
-        moved += searched * batch * total * m.index_entry_bytes + tokens * n * m.qk_head_dim * fmha_bytes * 2
-        gemm_rate, fmha_rate, index_rate = self.rates(system)
-        seconds = m.gemm_flops(tokens, n) / gemm_rate + index / index_rate + attention / fmha_rate
-        return Split.of(seconds * 1000, system.memory_sol_ms(moved))
 
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         return super().terms(db) if self.cp <= 1 else None
@@ -170,13 +119,13 @@ class DsaContext(_Dsa):
         """Under context parallelism: a rank's tokens, its share of the indexer, and the gathers (spec/04 section 9)."""
         if self.cp <= 1:
             return super().layer(db, at)
-        m, elements = self.dims, at.batch * at.s
+        elements = at.batch * at.s
         # before all else, as in the reference: kernels that were never measured alone are told first
         delta = dsa_delta(db, KERNELS.get(self.architecture, "glm5"), self.heads, self.cp, at, self.skip)
         answer = super().layer(db, at.with_(s=chunk_of(at.s, self.cp))) + delta
         if not self.skip:
-            answer += all_gather(db, self.cp, elements * m.index_head_dim)
-        answer += all_gather(db, self.cp, elements * m.latent)
+            answer += all_gather(db, self.cp, elements * self.dims["index_head_dim"])
+        answer += all_gather(db, self.cp, elements * (self.dims["kv_lora_rank"] + self.dims["rope_head_dim"]))
         return answer.tagged(Source.ESTIMATED)
 
 
@@ -187,25 +136,10 @@ class DsaGeneration(_Dsa):
     context = False
     keyed_by = ("kv_quant", "gemm_quant", "architecture")
 
-    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
-        gemm, _, index = super().computes(system)
-        return gemm, BF16, index
-
     def key(self, db: Database) -> tuple[Key, ...]:
-        if self.fmha_quant != BF16.name:
+        if self.fmha_quant != "bfloat16":
             raise PerfDataMissing(f"decode of {self.table} was measured with fmha_quant bfloat16 only", op=self.name)
         return super().key(db)
-
-    def roofline(self, system: SystemSpec, n: Coord, batch: Coord, s: Coord) -> Split:
-        m = self.dims
-        gemm_bytes, _, kv_bytes = self.widths
-        attended = np.minimum(s, m.index_topk)
-        index = 2 * batch * m.index_heads * m.index_head_dim * s
-        attention = 2 * batch * n * (m.latent + m.kv_lora_rank) * attended
-        moved = m.weights(n) * gemm_bytes + batch * s * m.index_entry_bytes + batch * attended * m.latent * kv_bytes
-        gemm_rate, fmha_rate, index_rate = self.rates(system)
-        seconds = m.gemm_flops(batch, n) / gemm_rate + index / index_rate + attention / fmha_rate
-        return Split.of(seconds * 1000, system.memory_sol_ms(moved))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,20 +167,9 @@ class _Msa(BucketedModule):
     def table(self) -> str:
         return f"msa_{self.phase}"
 
-    def times(self, system: SystemSpec, n: Coord, tokens: Coord, batch: Coord, length: Coord, pairs: Coord) -> Split:
-        """``tokens`` new tokens of ``batch`` requests over ``length`` keys each attend ``pairs`` (query, key) pairs."""
-        h, d, v = self.hidden, self.head_dim, self.v_head_dim
-        gemm_bytes, fmha_bytes, kv_bytes = self.widths
-        index_dims = self.index_heads * self.index_head_dim
-        weights = h * n * d + 2 * h * self.kv_heads * d + n * v * h + h * index_dims
-        blocks = np.where(length > self.index_topk, np.ceil(length / self.block_size), 0.0)
-        attended = np.minimum(length, self.index_topk)
-        moved = weights * gemm_bytes + batch * self.kv_heads * attended * (d + v) * kv_bytes
-        moved += batch * blocks * index_dims + 2 * tokens * n * d * fmha_bytes
-        gemm_rate, fmha_rate, index_rate = self.rates(system)
-        seconds = 2 * tokens * weights / gemm_rate + 2 * tokens * index_dims * blocks / index_rate
-        seconds += 2 * n * (d + v) * pairs / fmha_rate
-        return Split.of(seconds * 1000, system.memory_sol_ms(moved))
+    @property
+    def law(self) -> str:
+        return self.table
 
     def empirical(self, db: Database, at: Points) -> Answer:
         """This module's roofline at the utilisation that the donor's module reaches at the same point."""
@@ -278,9 +201,6 @@ class MsaContext(_Msa):
     keyed_by = ("fmha_quant", "kv_quant", "gemm_quant", "measured_in")
     donor = DsaContext
 
-    def roofline(self, system: SystemSpec, n: Coord, prefix: Coord, s: Coord, batch: Coord) -> Split:
-        return self.times(system, n, batch * s, batch, prefix + s, causal_pairs(batch, s, prefix, self.index_topk))
-
 
 @dataclass(frozen=True, kw_only=True)
 class MsaGeneration(_Msa):
@@ -289,7 +209,3 @@ class MsaGeneration(_Msa):
     context = False
     keyed_by = ("kv_quant", "gemm_quant", "measured_in")
     donor = DsaGeneration
-
-    def roofline(self, system: SystemSpec, n: Coord, batch: Coord, s: Coord) -> Split:
-        length = np.maximum(s - 1, 0)
-        return self.times(system, n, batch, batch, length, batch * np.minimum(length, self.index_topk))

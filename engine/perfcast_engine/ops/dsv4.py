@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from perfcast_surface.blend import Blend, Held
@@ -12,10 +13,11 @@ from perfcast_surface.terms import Term
 from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source, total
 from perfcast_engine.errors import InvalidField
-from perfcast_engine.ops.base import Op, Split, TokenOp
+from perfcast_engine.ops.base import Op, TokenOp
 from perfcast_engine.ops.indexer import all_gather, chunk_of, csa_delta, topk_excess
-from perfcast_engine.ops.measured import Coord, Slice, decode_quant, nearest_below, no_slice
-from perfcast_engine.ops.sparse import BF16, FP8, SparseModule
+from perfcast_engine.ops.measured import Slice, nearest_below, no_slice
+from perfcast_engine.ops.roofline import resident
+from perfcast_engine.ops.sparse import SparseModule
 from perfcast_engine.quant import QuantMode
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
@@ -75,13 +77,17 @@ class _Dsv4(SparseModule):
         local = nearest_below(table.children(*self.named_key, native), self.heads)
         return *self.named_key, native, local, COMPRESSION[self.kind]
 
-    def attention(self, system: SystemSpec) -> QuantMode:
-        """What attention computes in."""
-        return quant.FMHA[self.fmha_quant] if self.context else decode_quant(system, self.kv_quant)
+    @property
+    def law(self) -> str:
+        return f"dsv4_{self.phase}"
 
-    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
-        """Of projections, attention, the fp8 indexer, and what stays in bfloat16."""
-        return quant.GEMM[self.gemm_quant], self.attention(system), FP8, BF16
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        return {"learned": self.learned, "ratio": COMPRESSION[self.kind], **vars(self)}
+
+    def modes(self, system: SystemSpec) -> dict[str, QuantMode]:
+        modes = super().modes(system)
+        return {**modes, "attention": modes["fmha" if self.context else "decode"]}
 
     def silicon(self, db: Database, at: Points) -> Answer:
         answer, excess = super().silicon(db, at), self._excess(db)
@@ -98,43 +104,8 @@ class _Dsv4(SparseModule):
     def term(self, db: Database, blend: Blend) -> Term:
         return replace(super().term(db, blend), excess=self._excess(db))  # type: ignore[type-var]
 
-    def times(self, system: SystemSpec, tokens: Coord, batch: Coord, length: Coord, pairs: Coord) -> Split:
-        """Roofline of ``tokens`` new tokens of ``batch`` requests of ``length`` tokens each that attend ``pairs``
-        (query, cache entry) pairs."""
-        h, q, o, n, d = self.hidden, self.q_lora_rank, self.o_lora_rank, self.heads, self.head_dim
-        groups, index_dims = max(1, self.o_groups), self.index_heads * self.index_head_dim
-        gemm_bytes, _, kv_bytes = self.widths
-        streams = 2 if self.learned else 1
-        projections = h * q + q * n * d + h * d + groups * o * h
-        compressor = 2 * h * streams * d
-        gemm = 2 * tokens * projections + 2 * tokens * (compressor + streams * d)
-        half = 2 * tokens * n * d * o
-        weights = (projections + compressor) * gemm_bytes + n * d * o * 2
-        moved = tokens * (h + q + n * d + d + groups * o) * gemm_bytes + pairs * d * kv_bytes
-        moved += tokens * n * self.rope_head_dim * self.attention(system).bytes
-        index: float | F64 = 0.0
-        if self.learned:
-            entries = np.floor(length / COMPRESSION[self.kind])
-            gemm += 2 * tokens * (2 * h * 2 * self.index_head_dim + 2 * self.index_head_dim)
-            half += 2 * tokens * h * self.index_heads
-            index = 2 * tokens * index_dims * (q + entries)
-            weights += q * index_dims * gemm_bytes + h * self.index_heads * 2
-            moved += batch * entries * self.index_head_dim / 2
-        gemm_rate, attention_rate, index_rate, half_rate = self.rates(system)
-        seconds = gemm / gemm_rate + half / half_rate + index / index_rate + 4 * n * d * pairs / attention_rate
-        return Split.of(seconds * 1000, system.memory_sol_ms(weights + moved))
-
     def weight_bytes(self) -> float:
-        h, q, n, d = self.hidden, self.q_lora_rank, self.heads, self.head_dim
-        ratio, streams = COMPRESSION[self.kind], 2 if self.learned else 1
-        gemm = h * q + q * n * d + h * d + self.o_groups * self.o_lora_rank * h + 2 * h * streams * d
-        half = n * d * self.o_lora_rank
-        full = n + ratio * streams * d
-        if self.learned:
-            gemm += q * self.index_heads * self.index_head_dim + 4 * h * self.index_head_dim
-            half += h * self.index_heads
-            full += 2 * ratio * self.index_head_dim
-        return self.scale * (gemm * quant.GEMM[self.gemm_quant].bytes + half * 2 + full * 4)
+        return resident("dsv4", {**self.figures, "gemm": quant.GEMM[self.gemm_quant].bytes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,17 +116,6 @@ class Dsv4Context(_Dsv4):
 
     context = True
     keyed_by = ("fmha_quant", "kv_quant", "gemm_quant")
-
-    def roofline(self, system: SystemSpec, prefix: Coord, s: Coord, batch: Coord) -> Split:
-        ratio, total = COMPRESSION[self.kind], prefix + s
-        ramp = np.clip(self.window - prefix, 0, s)
-        windowed = ramp * prefix + ramp * (ramp + 1) / 2 + (s - ramp) * self.window
-        most = np.full(len(s), float(self.index_topk)) if self.learned else np.floor(total / ratio)
-        full = most * ratio - 1  # the last position that sees fewer entries than ``most``
-        compressed = _sum_of_floors(np.minimum(total, full), ratio) - _sum_of_floors(np.minimum(prefix, full), ratio)
-        compressed += np.maximum(0, total - np.maximum(prefix, full)) * most
-        pairs = batch * (windowed + compressed)
-        return self.times(system, batch * s, batch, total, pairs)
 
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         return super().terms(db) if self.cp <= 1 else None
@@ -181,20 +141,6 @@ class Dsv4Generation(_Dsv4):
 
     context = False
     keyed_by = ("kv_quant", "gemm_quant")
-
-    def roofline(self, system: SystemSpec, batch: Coord, s: Coord) -> Split:
-        length = np.maximum(s - 1, 0)
-        entries = np.floor(length / COMPRESSION[self.kind])
-        attended = np.minimum(entries, self.index_topk) if self.learned else entries
-        return self.times(system, batch, batch, length, batch * (np.minimum(length, self.window) + attended))
-
-
-def _sum_of_floors(n: F64, ratio: int) -> F64:
-    """Sum of floor(t / ratio) for t from 0 to n; 0 for n < 0."""
-    n = np.maximum(n, 0)
-    k = np.floor(n / ratio)
-    total: F64 = ratio * k * (k - 1) / 2 + k * (n - k * ratio + 1)
-    return total
 
 
 HALVES = {"pre": ("pre",), "post": ("post",), "both": ("pre", "post")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,8 +16,9 @@ from perfcast_engine.errors import EmpiricalBasisMissing, EngineError, PerfDataM
 from perfcast_engine.interp.grid import Grid, Query, Sol
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import UtilGrid
-from perfcast_engine.ops.base import Op, Reads, Split, rank_parts
-from perfcast_engine.quant import FMHA, QuantMode
+from perfcast_engine.ops.base import MODES, Op, Reads, Split, rank_parts
+from perfcast_engine.ops.roofline import LAWS, Roofline, roofline
+from perfcast_engine.quant import FMHA, GEMM, KV_CACHE, QuantMode
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
 from perfcast_engine.tables.table import Key, Table
@@ -158,8 +159,8 @@ def no_basis(what: str) -> EmpiricalBasisMissing:
 class Attention(Op):
     """An attention kernel, or a block around one, measured as one unit over heads and the coordinates of its phase.
 
-    A kind tells where its rows stand (``table``, ``keyed_by``), at which coordinates (``coords``), what it computes in
-    (``computes``) and its roofline; the rest follows.
+    A kind tells where its rows stand (``table``, ``keyed_by``), at which coordinates (``coords``), and by which row of
+    rooflines.yaml they are judged (``law``); the rest follows.
     """
 
     heads: int
@@ -170,13 +171,32 @@ class Attention(Op):
     sqrt_axis: ClassVar[int | None] = None
     clamp: ClassVar[bool] = False
 
-    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
-        """The modes whose rates it needs: a system that lacks one is told before anything else."""
-        return ()
+    @property
+    @abstractmethod
+    def law(self) -> str:
+        """The row of rooflines.yaml."""
 
-    def rates(self, system: SystemSpec) -> tuple[float, ...]:
-        """FLOP/s of ``computes``; SystemFlopsMissing where the system lacks one."""
-        return tuple(map(system.rate, self.computes(system)))
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """What its formulas see."""
+        return vars(self)
+
+    def modes(self, system: SystemSpec) -> dict[str, QuantMode]:
+        """What the formulas call the modes of elements and of products; ``decode``: over the cache, of a new token."""
+        modes = {"fp8": GEMM["fp8"], "bf16": FMHA["bfloat16"]}
+        named = [(name, known) for name, known in MODES.items() if hasattr(self, name)]
+        modes |= {name.removesuffix("_quant"): known[getattr(self, name)] for name, known in named}
+        fp8 = modes.get("kv") is KV_CACHE["fp8"] and system.has_fp8_decode_attention
+        return {**modes, "decode": FMHA["fp8" if fp8 else "bfloat16"]}
+
+    def rates(self, system: SystemSpec) -> None:
+        """SystemFlopsMissing where the system lacks a rate, which is told before anything else."""
+        for name in LAWS[self.law]["flops"]:
+            system.rate(self.modes(system)[name])
+
+    def roofline(self, system: SystemSpec) -> Roofline:
+        """Over coordinates of the table."""
+        return roofline(self.law, self.figures, self.modes(system), system)
 
     @property
     @abstractmethod
@@ -191,10 +211,6 @@ class Attention(Op):
     def coords(self, at: Points) -> Query:
         """The coordinates of points in the table, behind the heads."""
 
-    @abstractmethod
-    def roofline(self, system: SystemSpec, *coords: Any, **_: Any) -> Split:
-        """At coordinates of the table."""
-
     @property
     def lead(self) -> tuple[float, ...]:
         """The coordinates that are the same for all points."""
@@ -205,7 +221,7 @@ class Attention(Op):
 
     def split(self, system: SystemSpec, at: Points) -> Split:
         """The roofline at points that are computed in one piece."""
-        return self.roofline(system, *self.query(at))
+        return self.roofline(system)(*self.query(at))
 
     def parts(self, at: Points) -> list[Points]:
         """The pieces that one GPU computes."""
@@ -215,8 +231,8 @@ class Attention(Op):
         """Where it was measured."""
 
         def build() -> Slice:
-            system, key = db.system, self.key(db)
-            sol: Sol = lambda *coords: self.roofline(system, *coords).time  # noqa: E731
+            key, judge = self.key(db), self.roofline(db.system)
+            sol: Sol = lambda *coords: judge(*coords).time  # noqa: E731
             return Slice(self.table, key, sol, self.sqrt_axis, self.clamp, (type(self), self.shape))
 
         return db.kept((type(self), self.shape), build)
@@ -278,14 +294,11 @@ class Prefill(Attention):
 
     sqrt_axis = 1  # time grows with the square of the length
 
-    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
-        return (FMHA[self.fmha_quant],)
-
     def coords(self, at: Points) -> Query:
         return at.s + at.prefix, at.batch
 
     def split(self, system: SystemSpec, at: Points) -> Split:
-        return self.roofline(system, *self.query(at), at.prefix)
+        return self.roofline(system)(*self.query(at), at.prefix)
 
     def parts(self, at: Points) -> list[Points]:
         return rank_parts(at, self.cp)
@@ -306,13 +319,5 @@ class Generation(Attention):
 
     kv_quant: str
 
-    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
-        return (decode_quant(system, self.kv_quant),)
-
     def coords(self, at: Points) -> Query:
         return at.batch, at.s
-
-
-def decode_quant(system: SystemSpec, kv_quant: str) -> QuantMode:
-    """The mode that decode attention over a ``kv_quant`` cache computes in."""
-    return FMHA["fp8" if kv_quant == "fp8" and system.has_fp8_decode_attention else "bfloat16"]

@@ -18,35 +18,24 @@ from perfcast_engine.ops.measured import (
     Prefill,
     Slice,
     by_mode,
-    decode_quant,
     estimated,
     nearest_below,
 )
-from perfcast_engine.quant import FMHA, GEMM, KV_CACHE, QuantMode
+from perfcast_engine.quant import GEMM
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key
 
-NOPE, ROPE, LATENT = 128, 64, 512  # sizes of a head without and with rotation, and of what the cache holds of a token
-VALUE, HEADS, HIDDEN, Q_LATENT = 128, 128, 7168, 1536  # of the model whose blocks were measured
-HEAD = NOPE + ROPE
-PAIR = HEAD + VALUE  # work of one (query, key) pair and head: score and value
-ABSORBED = 2 * LATENT + ROPE  # the same on the latent
-CACHED = LATENT + ROPE
-BF16 = FMHA["bfloat16"]
+NOPE, LATENT = 128, 512  # sizes of a head without rotation, and of what the cache holds of a token without it
+HEADS = 128  # of the model whose blocks were measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextMla(Prefill):
     """Prefill MLA kernel at ``heads`` as the table keys them."""
 
-    table = "context_mla"
+    table = law = "context_mla"
     keyed_by: ClassVar[tuple[str, ...]] = ("fmha_quant", "kv_quant")
-
-    def roofline(self, system: SystemSpec, n: Coord, s: Coord, b: Coord, prefix: Coord = 0.0) -> Split:
-        flops = b * n * PAIR * (s * s - prefix * prefix)
-        moved = b * n * (KV_CACHE[self.kv_quant].bytes * s * PAIR + 2 * (s - prefix) * PAIR)
-        return Split.of(flops / system.rate(FMHA[self.fmha_quant]) * 1000, system.memory_sol_ms(moved))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +57,8 @@ class ContextMlaModule(ContextMla):
 class GenerationMla(Generation):
     """Decode MLA kernel at ``heads`` as the table keys them."""
 
-    table = "generation_mla"
+    table = law = "generation_mla"
     keyed_by: ClassVar[tuple[str, ...]] = ("kv_quant",)
-
-    def roofline(self, system: SystemSpec, n: Coord, b: Coord, s: Coord) -> Split:
-        flops = 2 * b * n * ABSORBED * s
-        moved = b * (n * ABSORBED * 2 + (s - 1) * CACHED * KV_CACHE[self.kv_quant].bytes)
-        rate = system.rate(decode_quant(system, self.kv_quant))
-        return Split.of(flops / rate * 1000, system.memory_sol_ms(moved))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,19 +69,11 @@ class GenerationMlaModule(GenerationMla):
     fmha_quant: str = "bfloat16"
     gemm_quant: str
 
-    table = "mla_generation_module"
+    table, law = "mla_generation_module", "generation_mla_module"
     keyed_by = ("kv_quant", "gemm_quant")
-
-    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
-        return *super().computes(system), GEMM[self.gemm_quant]
 
     def key(self, db: Database) -> tuple[Key, ...]:
         return native_key(db, self, self.native_heads)
-
-    def roofline(self, system: SystemSpec, n: Coord, b: Coord, s: Coord) -> Split:
-        """The kernel, and the projections into and out of the latent."""
-        kernel, projection = super().roofline(system, n, b, s), absorbed(system, n, b, self.gemm_quant)
-        return Split.of(kernel.math + 2 * projection.math, kernel.mem + 2 * projection.mem)
 
 
 def native_key(db: Database, op: Attention, native: int | None) -> tuple[Key, ...]:
@@ -178,9 +153,8 @@ class _WideEp(Attention):
 
     attn_backend: str = "flashinfer"
 
-    def rates(self, system: SystemSpec) -> tuple[float, ...]:
+    def rates(self, system: SystemSpec) -> None:
         """A missing table is named before a missing rate here."""
-        return ()
 
     def sol(self, db: Database, at: Points) -> Split:
         return Op.sol(self, db, at)
@@ -212,7 +186,7 @@ class _WideEp(Attention):
         """The rows by the roofline of the heads that a ``whole`` number of ranks leaves to each of them."""
 
         def sol(n: Coord, *rest: Coord) -> F64:
-            return self.roofline(db.system, np.floor(HEADS / np.maximum(whole(HEADS / n), 1)), *rest).time
+            return self.roofline(db.system)(np.floor(HEADS / np.maximum(whole(HEADS / n), 1)), *rest).time
 
         return Slice(self.table, self.key(db), sol, self.sqrt_axis, also=(whole, self.shape))
 
@@ -225,21 +199,8 @@ class _WideEp(Attention):
 class WideEpContextMla(_WideEp, Prefill):
     """Prefill block."""
 
-    table, keyed_by = "wideep_context_mla", ("fmha_quant", "kv_quant")
-
-    def roofline(self, system: SystemSpec, m: Coord, total: Coord, b: Coord, prefix: Coord = 0.0) -> Split:
-        s, value = total - prefix, m * VALUE * HIDDEN
-        projections = 2 * b * s * (Q_LATENT * m * HEAD + LATENT * m * (NOPE + VALUE) + value)
-        attention = np.floor(2 * m * (2 * NOPE + ROPE) * b * (total * total - prefix * prefix) / 2)
-        moved = (
-            (b * Q_LATENT * s + Q_LATENT * m * HEAD + 2 * b * m * HEAD * s)
-            + (b * s * LATENT + m * (NOPE + VALUE) * LATENT + 2 * b * m * (NOPE + VALUE) * s)
-            + 2 * b * m * (s * HEAD + total * HEAD + total * NOPE + s * NOPE)
-            + (b * m * VALUE * s + value + 2 * b * HIDDEN * s)
-        )
-        fmha = FMHA[self.fmha_quant]
-        math = projections / system.rate(fmha) * 1000 + attention / system.rate(BF16) * 1000
-        return Split.of(math, system.memory_sol_ms(moved * fmha.bytes))
+    table = law = "wideep_context_mla"
+    keyed_by = ("fmha_quant", "kv_quant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,18 +209,5 @@ class WideEpGenerationMla(_WideEp, Generation):
 
     fmha_quant: str
 
-    table, keyed_by = "wideep_generation_mla", ("kv_quant",)
-
-    def roofline(self, system: SystemSpec, m: Coord, b: Coord, s: Coord) -> Split:
-        projections = 2 * b * m * (Q_LATENT * HEAD + NOPE * LATENT + LATENT * VALUE + VALUE * HIDDEN)
-        attention = 2 * b * s * m * ABSORBED
-        moved = (
-            (b * Q_LATENT + Q_LATENT * m * HEAD + 2 * b * m * HEAD)
-            + (b * m * NOPE + m * LATENT * NOPE + 2 * b * m * LATENT)
-            + 2 * (b * m * CACHED + b * s * CACHED + b * m * LATENT)
-            + (b * m * LATENT + m * VALUE * LATENT + 2 * b * m * VALUE)
-            + (b * m * VALUE + m * VALUE * HIDDEN + 2 * b * HIDDEN)
-        )
-        mode = decode_quant(system, self.kv_quant)
-        math = projections / system.rate(mode) * 1000 + attention / system.rate(BF16) * 1000
-        return Split.of(math, system.memory_sol_ms(moved * mode.bytes))
+    table = law = "wideep_generation_mla"
+    keyed_by = ("kv_quant",)

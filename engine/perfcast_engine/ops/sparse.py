@@ -10,7 +10,6 @@ import numpy as np
 from perfcast_surface.blend import Blend
 from perfcast_surface.terms import DECODE, PREFILL, Block, One, Term
 
-from perfcast_engine import quant
 from perfcast_engine.answer import F64, Answer, Points, Source, Tier
 from perfcast_engine.errors import PerfDataMissing
 from perfcast_engine.interp.grid import Coords, Grid, Query
@@ -18,12 +17,8 @@ from perfcast_engine.interp.surface import Surface
 from perfcast_engine.interp.util import UtilGrid
 from perfcast_engine.ops.base import Op, Split
 from perfcast_engine.ops.measured import Attention, Basis, estimated, no_basis, no_slice
-from perfcast_engine.quant import QuantMode
-from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key
-
-FP8, BF16 = quant.GEMM["fp8"], quant.FMHA["bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +33,6 @@ class SparseModule(Attention):
     context: ClassVar[bool]  # prefill; axes prefix, new tokens, batch. Decode: batch, KV length
     span_without_anchor: ClassVar[bool] = False
 
-    def computes(self, system: SystemSpec) -> tuple[QuantMode, ...]:
-        """Of projections, attention, and the fp8 indexer."""
-        return quant.GEMM[self.gemm_quant], quant.FMHA[self.fmha_quant], FP8
-
     @property
     def phase(self) -> str:
         return "context" if self.context else "generation"
@@ -51,12 +42,6 @@ class SparseModule(Attention):
 
     def coords(self, at: Points) -> Coords:
         return (at.prefix, at.s, at.batch) if self.context else (at.batch, at.s)
-
-    @property
-    def widths(self) -> tuple[float, float, float]:
-        """Bytes per element of (gemm, fmha, kv)."""
-        modes = quant.GEMM[self.gemm_quant], quant.FMHA[self.fmha_quant], quant.KV_CACHE[self.kv_quant]
-        return modes[0].bytes, modes[1].bytes, modes[2].bytes
 
     def samples(self, db: Database) -> tuple[Surface, Query]:
         """What calibrates an estimate, and the coordinates at which it is asked before those of the points."""
@@ -108,14 +93,6 @@ class BucketedModule(SparseModule):
 
         own = db.kept(("own heads", surface, self.heads), build)
         return (surface, lead) if own is None else (own, ())
-
-
-def causal_pairs(batch: F64, s: F64, prefix: F64, topk: int) -> F64:
-    """Attended (query, key) pairs of ``s`` new tokens after ``prefix`` when each query sees at most ``topk`` keys."""
-    total = s + prefix
-    ramp = np.minimum(total, topk)
-    causal = (ramp * (ramp + 1) - prefix * (prefix + 1)) / 2 + (total - ramp) * topk
-    return batch * np.where(prefix >= topk, s * topk, causal)
 
 
 def _util_with_prefix(db: Database, surface: Surface, at: Points, lead: Query, span_without_anchor: bool) -> F64:
