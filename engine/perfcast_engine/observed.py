@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from perfcast_surface.surface import ONE, ZERO
+from perfcast_surface.mixed import ONE
+from perfcast_surface.surface import ZERO
 
 from perfcast_engine.answer import F64, Mask
 from perfcast_engine.errors import EngineError

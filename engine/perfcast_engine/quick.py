@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from perfcast_surface.arrays import Ints
 from perfcast_surface.mixed import StepRules
-from perfcast_surface.surface import PhaseSurface, StepSurface, Table, in_bands, sum_of_one
+from perfcast_surface.surface import PhaseSurface, StepSurface, Table, banded, sum_of_one
 from perfcast_surface.terms import One, Summand, Term
 
 from perfcast_engine.answer import F64, Points, Source
@@ -186,7 +186,7 @@ class QuickOrigin:
 
     def rows(self) -> F64:
         def asked(surface: StepSurface) -> F64:
-            return in_bands(partial(self.ask, surface), *self.columns)
+            return banded(partial(self.ask, surface), self.columns, len(self.ms))
 
         return np.stack(self.steps.by_source(asked, self.ms), axis=1)
 

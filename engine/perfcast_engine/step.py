@@ -13,7 +13,7 @@ import numpy as np
 from perfcast_surface.arrays import Ints
 from perfcast_surface.lines import Read
 from perfcast_surface.mixed import StepRules, middle
-from perfcast_surface.surface import Counts, PhaseSurface, StepSurface, in_bands
+from perfcast_surface.surface import Counts, PhaseSurface, StepSurface, banded
 
 from perfcast_engine.answer import F64, Mask, Points
 from perfcast_engine.errors import EngineError, InvalidField
@@ -230,7 +230,7 @@ class StepModel:
         quick = self._quick if even and not operators else None
         gone: Mask = np.ones(1, np.bool_)
         if quick is not None and quick.is_plain:
-            ms = in_bands(partial(ask, quick.near), *counts)
+            ms = banded(partial(ask, quick.near), counts, _length(counts))
             gone = np.isnan(ms)
             if not gone.any():
                 return quick.result(ms, ask, counts)

@@ -127,8 +127,11 @@ class TokenTable(CountTable):
         if len(counts) == 1 and counts[0] < len(self._filled) and self._filled[counts[0]]:
             return self._kept.take(counts)
         if counts.max(initial=0) >= LIMIT:
-            unique, back = np.unique(counts, return_inverse=True)
-            return self.evaluate(unique).take(back)
+            asked, back = np.unique(counts, return_inverse=True)
+            n = np.searchsorted(asked, LIMIT)
+            self._fill(asked[:n])
+            parts = zip(self._kept, self.evaluate(asked[n:]), strict=True)
+            return Column(*(np.concatenate([kept[..., asked[:n]], far], axis=-1) for kept, far in parts)).take(back)
         self._fill(counts)
         return self._kept.take(counts)
 

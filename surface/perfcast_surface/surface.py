@@ -347,14 +347,17 @@ def in_bands(evaluate: Callable[..., F64], *values: Any) -> F64:
     """``evaluate`` of columns of counts, BAND points at a time; a single value that holds for all points stays one."""
     columns = [np.atleast_1d(np.asarray(value)) for value in values]
     (n,) = np.broadcast_shapes(*(column.shape for column in columns))
-    counts = [column.astype(np.int64, copy=False) for column in columns]
+    return banded(evaluate, [column.astype(np.int64, copy=False) for column in columns], n)
+
+
+def banded(evaluate: Callable[..., F64], columns: Sequence[Ints], n: int) -> F64:
+    """``in_bands`` of ``columns``, (N,) or (1,)."""
     if n <= BAND:
-        ms = evaluate(*counts)
+        ms = evaluate(*columns)
         return ms if len(ms) == n else np.repeat(ms, n)
-    bands = (slice(start, start + BAND) for start in range(0, n, BAND))
     ms = np.empty(n)
-    for band in bands:
-        ms[band] = evaluate(*(column if len(column) == 1 else column[band] for column in counts))
+    for band in (slice(start, start + BAND) for start in range(0, n, BAND)):
+        ms[band] = evaluate(*(column if len(column) == 1 else column[band] for column in columns))
     return ms
 
 
