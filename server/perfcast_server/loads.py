@@ -64,9 +64,9 @@ def limits_of(message: planner_pb2.SchedulerLimits, ready: Ready | None) -> Engi
         ranks = own
     elif ranks > MAX_RANKS:
         raise invalid("limits.attention_dp", f"must be at most {MAX_RANKS}")
-    given = {name: getattr(message, field) for name, field in LIMITS.items()} | {"attention_dp": ranks}
+    given = {name: value for name, field in LIMITS.items() if (value := getattr(message, field))}
     with named("limits", LIMITS):
-        return EngineLimits(**{name: value for name, value in given.items() if value})
+        return EngineLimits(**given | {"attention_dp": ranks or 1})
 
 
 def iterations_of(messages: Iterable[planner_pb2.Iteration]) -> Iterations:
