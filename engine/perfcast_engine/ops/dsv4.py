@@ -11,12 +11,13 @@ from perfcast_surface.blend import Blend, Held
 from perfcast_surface.terms import Term
 
 from perfcast_engine import quant
-from perfcast_engine.answer import F64, Answer, Points, Source, total
+from perfcast_engine.answer import Answer, Points, Source, total
 from perfcast_engine.errors import InvalidField
+from perfcast_engine.interp.grid import Sol
 from perfcast_engine.ops.base import Op, TokenOp
 from perfcast_engine.ops.indexer import all_gather, chunk_of, csa_delta, topk_excess
 from perfcast_engine.ops.measured import Slice, nearest_below, no_slice
-from perfcast_engine.ops.roofline import resident
+from perfcast_engine.ops.roofline import resident, roofline
 from perfcast_engine.ops.sparse import SparseModule
 from perfcast_engine.quant import QuantMode
 from perfcast_engine.system import SystemSpec
@@ -165,37 +166,22 @@ class Mhc(TokenOp):
         if self.half not in HALVES:
             raise InvalidField("half", f"one of {', '.join(HALVES)}, not {self.half!r}")
 
-    @property
-    def _mixes(self) -> int:
-        """Mixing coefficients of one token."""
-        return (2 + self.hc_mult) * self.hc_mult
-
     def weight_bytes(self) -> float:
-        elements = self._mixes * self.hc_mult * self.hidden + self._mixes + 3
-        return self.scale * 2 * elements * quant.GEMM[self.quant].bytes
+        return resident("mhc", {**vars(self), "gemm": quant.GEMM[self.quant].bytes})
 
     def price(self, db: Database, at: Points) -> Answer:
         db.system.rate(quant.GEMM[self.quant])
         halves, tokens = HALVES[self.half], self.tokens(at)
         if db.mode is Mode.SOL:
-            return Answer.of(self.roofline(db.system, halves, tokens), Source.SOL)
+            return Answer.of(self._judge(db.system, halves)(tokens), Source.SOL)
         at, slices = at.with_(x=tokens), [self._slice(db.system, half) for half in halves]
         return total((each.price(db, at, lambda at: (at.x,), self.name) for each in slices), len(at))
 
     def _slice(self, system: SystemSpec, half: str) -> Slice:
-        key = (half, self.hc_mult, self.hidden)
-        return Slice("mhc_module", key, lambda tokens: self.roofline(system, (half,), tokens), also=self.shape)
+        return Slice("mhc_module", (half, self.hc_mult, self.hidden), self._judge(system, (half,)), also=self.shape)
 
-    def roofline(self, system: SystemSpec, halves: tuple[str, ...], tokens: F64) -> F64:
-        """ms of the given halves, run as one."""
-        m, h, mixes, mode = self.hc_mult, self.hidden, self._mixes, quant.GEMM[self.quant]
-        wide = m * h
-        per_token = {
-            "pre": 2 * (2 * wide * mixes + 3 * wide + (m * m + 2 * m) * self.sinkhorn_iters + 2 * wide),
-            "post": 2 * (2 * m * wide + 2 * wide),
-        }
-        moved = 2 * (mixes * wide + mixes + 3) * mode.bytes + 2 * tokens * wide * mode.bytes * (1 + len(halves))
-        if "pre" in halves:
-            moved = moved + 8 * tokens * (2 * m + m * m)
-        math = tokens * sum(per_token[half] for half in halves) / system.rate(mode) * 1000
-        return np.maximum(math, system.memory_sol_ms(moved))
+    def _judge(self, system: SystemSpec, halves: tuple[str, ...]) -> Sol:
+        """ms of the given halves, run as one, over tokens."""
+        figures = {**vars(self), **{half: half in halves for half in HALVES["both"]}}
+        judge = roofline("mhc", figures, {"gemm": quant.GEMM[self.quant]}, system)
+        return lambda tokens: judge(tokens).time

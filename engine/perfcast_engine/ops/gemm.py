@@ -60,9 +60,9 @@ class Gemm(TokenOp):
         product = self._product(db, at)
         if self.quant != "fp8_static":
             return product
-        saved = _compute_scale(db, at, self.k, self.name)
+        saved = _quantise(db, at, "computescale", self.k, self.name)
         if self.low_precision_input:
-            saved = saved + _scale_matrix(db, at, self.k, self.name)
+            saved = saved + _quantise(db, at, "scale_matrix", self.k, self.name)
         rest = product + saved.scaled(-1.0)
         floor = np.maximum(rest.ms, self._roofline(db, at.x).time)
         return replace(rest, ms=floor, energy=np.maximum(rest.energy, 0.0)).tagged(Source.ESTIMATED)
@@ -121,23 +121,17 @@ def _ranks(db: Database, mode: QuantMode) -> dict[tuple[float, ...], int]:
 def _basis(db: Database, own: QuantMode) -> Basis:
     """Own samples, else a mode of the same profile, else of the nearest profile (spec/02 section 9.3)."""
     table = db.find("gemm")
-    if table is None:
-        return Basis(None)
-    util = _util(db, own, own)
-    if util is not None:
-        return Basis(util)
-    others = [quant.GEMM[str(name)] for name in table.children() if name in quant.GEMM and name != own.name]
-    same = [mode for mode in others if mode.profile == own.profile]
-    if same and Tier.XQUANT in db.policy:
-        util = _util(db, same[0], own)
+    known = [quant.GEMM[str(name)] for name in (table.children() if table else ()) if name in quant.GEMM]
+    same = [mode for mode in known if mode.profile == own.profile and mode is not own]
+    unlike = [mode for mode in known if mode.profile != own.profile]
+    unlike.sort(key=lambda mode: (abs(mode.compute - own.compute), abs(mode.bytes - own.bytes)))
+    rungs = [(Tier.EMPIRICAL, own, own)] if own in known else []
+    rungs += [(Tier.XQUANT, mode, own) for mode in same[:1]]
+    rungs += [(Tier.XPROFILE, mode, mode) for mode in unlike]
+    for tier, mode, judged_as in rungs:
+        util = _util(db, mode, judged_as) if tier in {Tier.EMPIRICAL, *db.policy} else None
         if util is not None:
-            return Basis(util, Tier.XQUANT)
-    if Tier.XPROFILE in db.policy:
-        unlike = [mode for mode in others if mode.profile != own.profile]
-        for mode in sorted(unlike, key=lambda mode: (abs(mode.compute - own.compute), abs(mode.bytes - own.bytes))):
-            util = _util(db, mode, mode)
-            if util is not None:
-                return Basis(util, Tier.XPROFILE, own.efficiency / mode.efficiency)
+            return Basis(util, tier, own.efficiency / judged_as.efficiency)
     return Basis(None)
 
 
@@ -149,56 +143,33 @@ def _util(db: Database, mode: QuantMode, judged_as: QuantMode) -> UtilGrid | Non
     return UtilGrid.of(coords, surface.grid.ms, roofline(db.system, judged_as, *coords).time)
 
 
-# --- the quantise steps whose time an fp8_static product saves -------------------------------------------------------
+STEPS = {"computescale": 2, "scale_matrix": 3}  # quantise steps: bytes read or written an element
+FLAT = "computescale"  # a difference of measurements: flat outside of them, and may be 0
 
 
-def _quantise(db: Database, table: str, passes: int) -> Slice:
-    """``passes`` bytes read or written an element of m tokens of k elements."""
-    return Slice(table, ("fp8",), lambda m, k: db.system.memory_sol_ms(passes * m * k))
-
-
-def _compute_scale(db: Database, at: Points, k: int, what: str) -> Answer:
-    """Finding the scale of at.x tokens of k elements. A difference of measurements: flat outside them, may be 0."""
-    steps = _quantise(db, "computescale", 2)
+def _quantise(db: Database, at: Points, table: str, k: int, what: str) -> Answer:
+    """One of ``STEPS`` for at.x tokens of k elements, which an fp8_static product saves. Outside of the measurements it
+    is in proportion to its roofline, unless flat."""
+    steps = Slice(table, ("fp8",), lambda m, k: db.system.memory_sol_ms(STEPS[table] * m * k))
 
     def silicon(at: Points) -> Answer:
-        return steps.measured(db, _clipped(steps.surface(db), at.x, k), what)
-
-    def empirical(at: Points) -> Answer:
-        surface = steps.find(db)
-        if surface is None:
-            raise no_basis(what)
-        space = db.kept("computescale space", lambda: LogSpace.of(surface.grid.floats))
-        query = at.x, float(k)
-        near = space.nearest(query, 1, clip=False)[0][0]
-        ms, here = surface.grid.ms[near], steps.sol(*query)
-        util = surface.leaf_sol[near] / np.where(ms > 0, ms, 1.0)
-        estimate = np.where(ms > 0, np.where(here > 0, here, np.nan) / util, 0.0)
-        return Answer.of(estimate, Source.EMPIRICAL, Tier.EMPIRICAL, miss=no_basis(what))
-
-    return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda at: steps.sol(at.x, k))
-
-
-def _scale_matrix(db: Database, at: Points, k: int, what: str) -> Answer:
-    """Scaling at.x tokens of k elements; outside the measurements in proportion to its roofline."""
-    steps = _quantise(db, "scale_matrix", 3)
-
-    def silicon(at: Points) -> Answer:
-        inside = _clipped(steps.surface(db), at.x, k)
+        m, depth = steps.surface(db).grid.floats
+        inside = np.clip(at.x, m[0], m[-1]), np.clip(np.full(len(at), float(k)), depth.min(), depth.max())
+        answer = steps.measured(db, inside, what)
         here, there = steps.sol(at.x, k), steps.sol(*inside)
-        usable = (here > 0) & (there > 0)
-        ratio = np.where(usable, here, 1.0) / np.where(usable, there, 1.0)
-        return steps.measured(db, inside, what).scaled(ratio)
+        usable = (here > 0) & (there > 0) & (table != FLAT)
+        return answer.scaled(np.where(usable, here, 1.0) / np.where(usable, there, 1.0))
 
     def empirical(at: Points) -> Answer:
         query = at.x, float(k)
-        return estimated(steps.basis(db), query, steps.sol(*query), what)
+        surface, here = steps.find(db), steps.sol(*query)
+        if surface is None or table != FLAT:
+            return estimated(steps.basis(db), query, here, what)
+        space = db.kept("computescale space", lambda: LogSpace.of(surface.grid.floats))
+        near = space.nearest(query, 1, clip=False)[0][0]
+        ms, there = surface.grid.ms[near], surface.leaf_sol[near]
+        known = ms > 0
+        ratio = np.where(here > 0, here, np.nan) / np.where(known, there, 1.0)
+        return Answer.of(np.where(known, ratio * ms, 0.0), Source.EMPIRICAL, Tier.EMPIRICAL, miss=no_basis(what))
 
     return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda at: steps.sol(at.x, k))
-
-
-def _clipped(surface: Surface, m: F64, k: int) -> tuple[F64, F64]:
-    """The nearest point of the box of the measurements."""
-    keys_m, keys_k = surface.grid.floats
-    inside_k = min(max(float(k), keys_k.min()), keys_k.max())
-    return np.clip(m, keys_m[0], keys_m[-1]), np.full(len(m), inside_k)

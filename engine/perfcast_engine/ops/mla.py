@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -21,12 +23,12 @@ from perfcast_engine.ops.measured import (
     estimated,
     nearest_below,
 )
+from perfcast_engine.ops.roofline import roofline
 from perfcast_engine.quant import GEMM
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key
 
-NOPE, LATENT = 128, 512  # sizes of a head without rotation, and of what the cache holds of a token without it
 HEADS = 128  # of the model whose blocks were measured
 
 
@@ -85,13 +87,6 @@ def native_key(db: Database, op: Attention, native: int | None) -> tuple[Key, ..
     return *op.named_key, nearest_below(sizes, native or 0) if known else -1
 
 
-def absorbed(system: SystemSpec, n: Coord, t: Coord, quant: str) -> Split:
-    """The roofline of n small GEMMs of t rows between a head and the latent."""
-    q = GEMM[quant]
-    math = 2 * t * n * NOPE * LATENT / system.rate(q) * 1000
-    return Split.of(math, system.memory_sol_ms(n * (t * (NOPE + LATENT) + NOPE * LATENT) * q.bytes))
-
-
 @dataclass(frozen=True, kw_only=True)
 class MlaBmm(Op):
     """Absorbed batched GEMM before (``is_pre``) or after decode MLA, at rank-local ``heads``, one row a request."""
@@ -109,20 +104,22 @@ class MlaBmm(Op):
     def measured_as(self) -> str:
         return "mla_gen_pre" if self.is_pre else "mla_gen_post"
 
+    def _judge(self, db: Database, heads: int) -> Callable[[F64], Split]:
+        return partial(roofline("mla_bmm", {}, {"gemm": GEMM[self.quant]}, db.system), float(heads))
+
     def sol(self, db: Database, at: Points) -> Split:
-        return absorbed(db.system, float(self.heads), at.batch, self.quant)
+        return self._judge(db, self.heads)(at.batch)
 
     def price(self, db: Database, at: Points) -> Answer:
         db.system.rate(GEMM[self.quant])
         heads = db.kept(("bmm heads", self.shape), lambda: self._measured_heads(db))
-        share, found = self.heads / heads, db.find(self.table)
+        share, found, judge = self.heads / heads, db.find(self.table), self._judge(db, heads)
 
         def curve(*asked: Key) -> Slice:
             """Under the asked quantisation if any row has it under ``asked``, else under the default one."""
             held = found is not None and found.rows(self.quant, *asked) is not None
             key = (self.quant if held else self.default_quant, self.measured_as, heads)
-            sol = lambda t: absorbed(db.system, float(heads), t, self.quant).time  # noqa: E731
-            return Slice(self.table, key, sol, also=self.quant)
+            return Slice(self.table, key, lambda rows: judge(rows).time, also=self.quant)
 
         def silicon(at: Points) -> Answer:
             return curve(self.measured_as).measured(db, (at.batch,), self.name).scaled(share)

@@ -238,5 +238,5 @@ class Kda(_DeltaNet):
 
     def stand_in(self, table: Table, rows: slice) -> int:
         """The nearest number of value heads."""
-        heads = table.columns[table.key.index("num_v_heads")][rows]
+        heads = table.columns[table.key.index("num_v_heads")][rows].astype(np.int64)
         return int(rows.start + np.argmin(np.abs(heads - self.num_v_heads)))

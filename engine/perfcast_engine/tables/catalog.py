@@ -19,7 +19,7 @@ from perfcast_engine.errors import DataCorrupt, EngineError, InvalidField, PerfD
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import AGGRESSIVE, Database, Mode
 from perfcast_engine.tables.specs import read_spec
-from perfcast_engine.tables.table import Narrow, Table
+from perfcast_engine.tables.table import Table
 
 BACKENDS = ("trtllm", "sglang", "vllm")
 SLOTS = ("current", "next", "previous")
@@ -32,25 +32,19 @@ class PackSource:
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
         self._lock = threading.Lock()
-        self._tables: dict[tuple[str, bool], Table | None] = {}
+        self._tables: dict[str, tuple[Table | None, Table | None]] = {}
 
     def table(self, name: str, shared: bool) -> Table | None:
         with self._lock:
-            if (name, shared) not in self._tables:
-                self._load(name)
-            return self._tables[name, shared]
-
-    def _load(self, name: str) -> None:
-        try:
-            packed = self.pack.table(name)
-        except PackError as error:
-            raise _corrupt(error) from error
-        rows = 0 if packed is None else len(packed.ms)
-        every = None if packed is None or not rows else _table(packed, np.ones(rows, np.bool_))
-        own = every
-        if packed is not None and not packed.own.all():
-            own = _table(packed, packed.own) if packed.own.any() else None
-        self._tables[name, True], self._tables[name, False] = every, own
+            if name not in self._tables:
+                try:
+                    packed = self.pack.table(name)
+                except PackError as error:
+                    raise _corrupt(error) from error
+                every = None if packed is None else _table(packed, np.ones(len(packed.ms), np.bool_))
+                own = every if packed is None or packed.own.all() else _table(packed, packed.own)
+                self._tables[name] = every, own
+            return self._tables[name][0 if shared else 1]
 
 
 class NoTables:
@@ -87,9 +81,8 @@ class Catalog:
     roots: Sequence[Path] = ()
     _specs: dict[str, SystemSpec | DataCorrupt] = field(init=False, default_factory=dict, repr=False)
     _packs: dict[tuple[str, str, str], PackInfo] = field(init=False, default_factory=dict, repr=False)
-    _open: dict[Path, Pack] = field(init=False, default_factory=dict, repr=False)
+    _open: dict[Path, PackSource] = field(init=False, default_factory=dict, repr=False)
     _databases: dict[object, Database] = field(init=False, default_factory=dict, repr=False)
-    _sources: dict[Path, PackSource] = field(init=False, default_factory=dict, repr=False)
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock, repr=False)
 
     def __post_init__(self) -> None:
@@ -182,7 +175,7 @@ class Catalog:
         with self._lock:
             found = self._databases.pop(key, None)
             if found is None:
-                found = Database(spec, backend, literal, self._source(path), chosen, policy)
+                found = Database(spec, backend, literal, self._opened(path), chosen, policy)
             self._databases[key] = found  # the one asked for last is the last to go
             while len(self._databases) > MAX_DATABASES:
                 del self._databases[next(iter(self._databases))]
@@ -194,7 +187,7 @@ class Catalog:
         path = self._path(system, backend, literal)
         if path is None:
             raise PerfDataMissing(f"no measured tables for {backend} {literal} on {system}", system=system)
-        return self._opened(path)
+        return self._opened(path).pack
 
     def ls(self) -> list[PackInfo]:
         """All packs, by system, backend and version."""
@@ -204,7 +197,7 @@ class Catalog:
         """Content hash of all systems and packs: equal data have equal digests."""
         found = [f"{name} {self._specs[name]!r}" for name in sorted(self._specs)]
         for info in self.ls():
-            digest = "" if info.problem is not None else self._opened(info.path).digest
+            digest = "" if info.problem is not None else self._opened(info.path).pack.digest
             found.append(f"{info.system} {info.backend} {info.version} {digest}")
         return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
@@ -216,7 +209,7 @@ class Catalog:
                 if info.problem is not None:
                     problems.append(info.problem)
                 elif info.path not in known:
-                    self._opened(info.path).verify()
+                    self._opened(info.path).pack.verify()
             except PackError as error:
                 problems.append(_corrupt(error))
         return problems
@@ -235,24 +228,18 @@ class Catalog:
         system, (backend, _, version) = path.parent.name, path.stem.partition("-")
         size = path.stat().st_size if path.exists() else 0  # a dangling link
         try:
-            pack = self._opened(path)
+            pack = self._opened(path).pack
         except PackError as error:
             return PackInfo(system, backend, version, "", path, size, problem=_corrupt(error))
         tables: Mapping[str, Mapping[str, int]] = pack.header["tables"]
         rows = sum(table["rows"] for table in tables.values())
         return PackInfo(system, backend, version, pack.identity.slot, path, size, len(tables), rows)
 
-    def _opened(self, path: Path) -> Pack:
+    def _opened(self, path: Path) -> PackSource:
         with self._lock:
             if path not in self._open:
-                self._open[path] = Pack(path, lambda base: self._opened(path.parents[1] / base))
+                self._open[path] = PackSource(Pack(path, lambda base: self._opened(path.parents[1] / base).pack))
             return self._open[path]
-
-    def _source(self, path: Path) -> PackSource:
-        with self._lock:
-            if path not in self._sources:
-                self._sources[path] = PackSource(self._opened(path))
-            return self._sources[path]
 
 
 def _mode(mode: Mode | str) -> Mode:
@@ -276,16 +263,19 @@ def _corrupt(error: PackError) -> DataCorrupt:
     return DataCorrupt(str(error), pack=error.pack, **({"table": error.table} if error.table else {}))
 
 
-def _table(packed: PackTable, rows: Mask) -> Table:
+def _table(packed: PackTable, rows: Mask) -> Table | None:
+    """The given rows; None where there are none."""
+
     def taken(column: NDArray[Any]) -> NDArray[Any]:
         return column if rows.all() else column[rows]
 
+    if not rows.any():
+        return None
     return Table(
         name=packed.name,
         key=packed.key,
-        columns=Narrow([taken(column) for column in packed.columns]),
+        columns=[taken(column) for column in packed.columns],
         vocab=packed.vocab,
         ms=taken(packed.ms),
         power=None if packed.power is None else taken(packed.power),
-        own=taken(packed.own),
     )

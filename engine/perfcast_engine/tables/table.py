@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,44 +13,23 @@ from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Grid
 
 Key = str | int
-Column = NDArray[np.int64]
-
-
-class Narrow(Sequence[Column]):
-    """Key columns resident in the narrowest unsigned type that holds them; reading one gives int64."""
-
-    def __init__(self, stored: Sequence[NDArray[Any]]) -> None:
-        self.stored = tuple(stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)
-
-    @overload
-    def __getitem__(self, index: int) -> Column: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Column]: ...
-    def __getitem__(self, index: int | slice) -> Column | list[Column]:
-        if isinstance(index, slice):
-            return [column.astype(np.int64) for column in self.stored[index]]
-        return self.stored[index].astype(np.int64)
 
 
 @dataclass(slots=True)
 class Table:
-    """Rows of one table as int64 key columns, lexicographically sorted in key order, with a float64 latency each.
+    """Rows of one table: key columns in any integer type, lexicographically sorted in key order, and a float64 latency.
 
     A column of names (quantisation, kernel, distribution ...) holds codes into ``vocab[column]``, a list in order of
     first appearance in the row stream, so that ascending codes ARE first-appearance order. Numbers are themselves.
-    ``power`` (W) is None where no row has any. ``own`` tells the rows of the requested version's own file.
+    ``power`` (W) is None where no row has any.
     """
 
     name: str
     key: tuple[str, ...]
-    columns: Sequence[Column]
+    columns: Sequence[NDArray[Any]]
     vocab: Mapping[str, Sequence[str]]
     ms: F64
     power: F64 | None = None
-    own: NDArray[np.bool_] | None = None
     _grids: dict[tuple[Key, ...], Grid] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -70,7 +49,7 @@ class Table:
     def rows(self, *prefix: Key) -> slice | None:
         """The contiguous rows whose leading key columns equal ``prefix``; None if there are none."""
         lo, hi = 0, len(self.ms)
-        for column, values, value in zip(self.key, self._stored(), prefix, strict=False):
+        for column, values, value in zip(self.key, self.columns, prefix, strict=False):
             code = self.code(column, value)
             if code is None or not 0 <= code <= np.iinfo(values.dtype).max:
                 return None
@@ -96,7 +75,7 @@ class Table:
         if rows is None:
             return []
         column = self.key[len(prefix)]
-        return [self.value(column, code) for code in np.unique(self._stored()[len(prefix)][rows])]
+        return [self.value(column, code) for code in np.unique(self.columns[len(prefix)][rows])]
 
     def grid(self, *prefix: Key) -> Grid | None:
         """The nested grid over the key columns that follow ``prefix`` (kept); None if no row has that prefix."""
@@ -105,11 +84,8 @@ class Table:
             if rows is None:
                 return None
             self._grids[prefix] = Grid.of(
-                [column[rows].astype(np.int64) for column in self._stored()[len(prefix) :]],
+                [column[rows].astype(np.int64) for column in self.columns[len(prefix) :]],
                 self.ms[rows],
                 None if self.power is None else self.power[rows],
             )
         return self._grids[prefix]
-
-    def _stored(self) -> Sequence[NDArray[Any]]:
-        return self.columns.stored if isinstance(self.columns, Narrow) else self.columns
