@@ -31,7 +31,7 @@ def test_pruning_finds_what_comparison_finds(axes, count, limit, seed):
     samples = rng.integers(0, 5, (150, axes)) / 4.0  # a lattice, so that ties abound
     known, corner = Samples(samples.T), rng.integers(-2, 12, axes)
     with pytest.MonkeyPatch.context() as patch:
-        for name, small in (("DIRECT_CELLS", limit), ("BLOCK", 16), ("TOGETHER", 3)):
+        for name, small in (("DIRECT_CELLS", limit), ("TOGETHER", 16), ("BOXES", 30)):
             patch.setattr(module, name, small)
         for spread in (14, 3, 3):  # in a box of their own, which is kept
             queries = (corner + rng.integers(0, spread, (200, axes))) / 8.0

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
+from perfcast_surface.arrays import Ints
 
 from perfcast_engine.answer import F64
 
@@ -15,11 +17,11 @@ Index = NDArray[np.intp]
 Axis = tuple[F64, Index]  # the values that there are along it, ascending, and which of them each sample has
 
 DIRECT_CELLS = 50_000  # query-sample pairs that are quicker compared than pruned
-BLOCK = 256  # most queries that share their candidates; fewer where there are fewer than BLOCKS times as many
-BLOCKS = 16
-TOGETHER = 64  # blocks that are pruned at once
+TOGETHER = 512  # queries that are compared at once
 BOX = 0.25  # queries in boxes whose corners are multiples of it share their candidates
-BOXES = 1 << 8  # that are kept
+BOXES = 1 << 12  # that are kept
+FAMILY = 12  # half steps; boxes that lie in as many are pruned together
+MOST_CODES = 1 << 62
 SLACK = 1e-9  # on bounds, relative to squared distances, for rounding
 
 
@@ -45,16 +47,46 @@ class Samples:
             if queries.shape[1] * len(near) <= DIRECT_CELLS:
                 at, found = _compare(self.at[:, near], queries, count)
                 return near[at], found
-        order, bounds = _blocks(self._axes, queries)
-        queries = queries[:, order]
+        places, place = self._boxed(queries, count)
+        sizes = np.array([len(near) for near in places])
+        listed = np.full((len(places), sizes.max()), self.at.shape[1])
+        listed[np.arange(sizes.max()) < sizes[:, None]] = np.concatenate(places)
+        padded = np.pad(self.at, ((0, 0), (0, 1)), constant_values=np.inf)
+        order = np.argsort(sizes[place], kind="stable")
         index, distance = np.empty((count, len(order)), np.intp), np.empty((count, len(order)))
-        for first in range(0, len(bounds) - 1, TOGETHER):
-            some = bounds[first : first + TOGETHER + 1]
-            for near, low, high in zip(_candidates(self._axes, queries, some, count), some, some[1:], strict=False):
-                block, chosen = order[low:high], np.flatnonzero(near)
-                at, distance[:, block] = _compare(self.at[:, chosen], queries[:, low:high], count)
-                index[:, block] = chosen[at]
+        for some in np.split(order, np.arange(TOGETHER, len(order), TOGETHER)):
+            near = listed[place[some], : sizes[place[some[-1]]]]  # what is not there is infinitely far
+            which, distance[:, some] = _compare(padded.take(near, axis=1), queries[:, some], count)
+            index[:, some] = near[np.arange(len(some)), which]
         return index, distance
+
+    @cached_property
+    def _step(self) -> F64:
+        """Along each axis, half of the mean distance of its values (A, 1)."""
+        return np.array([np.ptp(known) / (2 * max(len(known) - 1, 1)) or 1.0 for known, _ in self._axes])[:, None]
+
+    def _boxed(self, queries: F64, count: int) -> tuple[list[Index], Index]:
+        """Samples, ascending, that may be nearest in each of the boxes of a step that ``queries`` lie in, a point along
+        an axis where they lie on multiples of it; and which box that is for each query."""
+        ends = np.stack([np.floor(queries / self._step), np.ceil(queries / self._step)])
+        places, place = _distinct(ends.sum(axis=0).astype(np.int64))
+        names = [(column.tobytes(), count) for column in np.ascontiguousarray(places.T)]
+        found = {name: self._boxes[name] for name in names if name in self._boxes}
+        new = np.array([i for i, name in enumerate(names) if name not in found], np.intp)
+        wide, inside = _distinct(places[:, new] // FAMILY)
+        for family in range(wide.shape[1]):
+            some = new[inside == family]
+            box = places[:, some]
+            low, high = box // 2 * self._step, -(-box // 2) * self._step
+            around = np.stack([low.min(axis=1), high.max(axis=1)], axis=1)
+            near = np.flatnonzero(_candidates(self._axes, around, np.array([0, 2]), count))
+            sides = np.stack([low, high], axis=-1).reshape(len(low), -1)
+            which = _candidates(Samples(self.at[:, near])._axes, sides, np.arange(0, sides.shape[1] + 1, 2), count)
+            found |= {names[i]: near[each] for i, each in zip(some.tolist(), which, strict=True)}
+        if len(self._boxes) > BOXES:
+            self._boxes.clear()
+        self._boxes.update(found)
+        return [found[name] for name in names], place
 
     def near(self, queries: F64, count: int) -> Index:
         """Samples, ascending, of which the ``count`` nearest to anything in the box around ``queries`` are some."""
@@ -70,7 +102,7 @@ class Samples:
 
 
 def _compare(samples: F64, queries: F64, count: int) -> tuple[Index, F64]:
-    left = np.zeros((queries.shape[1], samples.shape[1]))
+    left = np.zeros((queries.shape[1], samples.shape[-1]))
     for values, asked in zip(samples, queries, strict=True):
         step = values - asked[:, None]
         step *= step
@@ -104,20 +136,11 @@ def _candidates(axes: Sequence[Axis], queries: F64, bounds: Index, count: int) -
     return least <= most[:, count - 1 : count] + slack
 
 
-def _blocks(axes: Sequence[Axis], queries: F64) -> tuple[Index, Index]:
-    """An order of the queries and the bounds of blocks in it, each of which lies between few values of every axis."""
-    order, bounds = np.arange(queries.shape[1]), [queries.shape[1]]
-    places = [np.interp(asked, known, np.arange(len(known))) for asked, (known, _) in zip(queries, axes, strict=True)]
-    most = min(BLOCK, max(BLOCK // BLOCKS, len(order) // BLOCKS))
-    work = [(0, len(order), [place for place in places if np.ptp(place)])]
-    while work:
-        low, high, places = work.pop()
-        if high - low <= most or not places:
-            bounds.append(low)
-            continue
-        half = (high - low) // 2
-        parts = np.argpartition(max(places, key=np.ptp), half)
-        order[low:high] = order[low:high][parts]
-        for at, part in ((low, parts[:half]), (low + half, parts[half:])):
-            work.append((at, at + len(part), [place[part] for place in places]))
-    return order, np.sort(bounds)
+def _distinct(columns: Ints) -> tuple[Ints, Index]:
+    """The distinct ones of ``columns`` (A, N), and which of them each is."""
+    codes = columns - columns.min(axis=1, keepdims=True, initial=0)
+    sizes = (codes.max(axis=1, initial=0) + 1).tolist()
+    if prod(sizes) >= MOST_CODES:
+        return np.unique(columns, return_inverse=True, axis=1)
+    _, first, which = np.unique(np.ravel_multi_index(tuple(codes), sizes), return_index=True, return_inverse=True)
+    return columns[:, first], which
