@@ -15,7 +15,7 @@ from perfcast_engine.origin import Listed, Summed
 from perfcast_engine.tables.database import Database
 
 BLOCK = 1024  # integers evaluated together; one block costs little more than one integer
-LIMIT = 1 << 17  # larger counts are evaluated as asked and not kept
+LIMIT = 1 << 18  # larger counts are evaluated as asked and not kept
 BLOCKS_AT_ONCE = 32  # a query that touches more new blocks evaluates just its own counts; all of them take 20 ms
 
 

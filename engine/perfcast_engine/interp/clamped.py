@@ -44,10 +44,8 @@ def nearest_curve(grid: Grid, query: Coords) -> F64:
 
 def _bracket(level: Level, node: Ints, c: F64) -> tuple[Ints, Ints, F64]:
     """The children of ``node`` around ``c`` and the weight of the upper one; equal, with weight 0, beyond the ends."""
-    floor = np.clip(np.floor(c), -1, level.span - 1).astype(np.int64)
-    first, last = level.start[node], level.start[node + 1] - 1
-    low = np.maximum(np.searchsorted(level.search, node * level.span + floor, "right") - 1, first)
-    high = np.where((level.keys[low] < c) & (low < last), low + 1, low)
+    low = level.below(node, c)
+    high = np.where((level.keys[low] < c) & (low < level.start[node + 1] - 1), low + 1, low)
     width = level.keys[high] - level.keys[low]
     return low, high, np.where(width > 0, c - level.keys[low], 0.0) / np.where(width > 0, width, 1.0)
 

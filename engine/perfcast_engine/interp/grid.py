@@ -19,12 +19,18 @@ Ints = NDArray[np.int64]
 
 
 class Level(NamedTuple):
-    """One axis of the tree: the keys of all nodes, where each parent's children start, and a global search key."""
+    """One axis of the tree: the keys of all nodes, and where each parent's children start. known: the distinct keys;
+    last: for each parent, its last child at or below none of them, the first, the second ... or else its first."""
 
     keys: F64
     start: Ints
-    search: Ints
-    span: int
+    known: F64
+    last: Ints
+
+    def below(self, parents: Ints, c: F64) -> Ints:
+        """The last child of each parent at or below ``c``, its first where there is none."""
+        children: Ints = self.last.take(parents * (len(self.known) + 1) + self.known.searchsorted(c, "right"))
+        return children
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +77,13 @@ class Grid:
             fresh = fresh.copy()
             fresh[1:] |= column[1:] != column[:-1]
             first = np.flatnonzero(fresh)
-            keys, parents = column[first].astype(np.int64), parent[first]
+            keys, parents = column[first].astype(np.float64), parent[first]
             start = np.searchsorted(parents, np.arange(parent[-1] + 2))
-            span = int(keys.max()) + 2
-            levels.append(Level(keys.astype(np.float64), start, parents * span + keys, span))
+            known, rank = np.unique(keys, return_inverse=True)
+            places = np.arange((len(start) - 1) * (len(known) + 1))
+            last = np.searchsorted(parents * (len(known) + 1) + rank + 1, places, "right") - 1
+            last = np.maximum(last, start[places // (len(known) + 1)])
+            levels.append(Level(keys, start, known, last))
             parent = np.cumsum(fresh) - 1
         return tuple(levels)
 
@@ -112,13 +121,10 @@ class _Step(NamedTuple):
 
 
 def _descend(level: Level, nodes: Ints, c: F64) -> _Step:
-    floor = np.minimum(c, level.span - 1).astype(np.int64)  # coordinates are not negative
-    low = level.search.searchsorted(nodes * level.span + floor, "right") - 1
-    first, last = level.start[nodes], level.start[nodes + 1] - 1
-    low = np.maximum(low, first)
+    low = level.below(nodes, c)
     below = level.keys[low]
     exact = below == c
-    inside = exact | ((below < c) & (low < last))
+    inside = exact | ((below < c) & (low < level.start[nodes + 1] - 1))
     if exact.all():
         return _Step(low, low, c, inside, True)
     high = np.where(exact | ~inside, low, low + 1)

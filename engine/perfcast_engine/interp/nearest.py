@@ -20,7 +20,7 @@ DIRECT_CELLS = 50_000  # query-sample pairs that are quicker compared than prune
 TOGETHER = 512  # queries that are compared at once
 BOX = 0.25  # queries in boxes whose corners are multiples of it share their candidates
 BOXES = 1 << 12  # that are kept
-FAMILY = 12  # half steps; boxes that lie in as many are pruned together
+FAMILY = 16  # half steps; boxes that lie in as many are pruned together
 MOST_CODES = 1 << 62
 SLACK = 1e-9  # on bounds, relative to squared distances, for rounding
 
@@ -62,8 +62,8 @@ class Samples:
 
     @cached_property
     def _step(self) -> F64:
-        """Along each axis, half of the mean distance of its values (A, 1)."""
-        return np.array([np.ptp(known) / (2 * max(len(known) - 1, 1)) or 1.0 for known, _ in self._axes])[:, None]
+        """Along each axis, a third of the mean distance of its values (A, 1)."""
+        return np.array([np.ptp(known) / (3 * max(len(known) - 1, 1)) or 1.0 for known, _ in self._axes])[:, None]
 
     def _boxed(self, queries: F64, count: int) -> tuple[list[Index], Index]:
         """Samples, ascending, that may be nearest in each of the boxes of a step that ``queries`` lie in, a point along
