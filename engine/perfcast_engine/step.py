@@ -101,9 +101,13 @@ class StepModel:
     def _quick(self) -> QuickSteps | None:
         return QuickSteps.of(self.context_phase, self.generation_phase, self.rules)
 
-    @cached_property
+    @property
     def _near(self) -> StepSurface:
         return UNKNOWN if self._quick is None else self._quick.near
+
+    @property
+    def _far(self) -> StepSurface:
+        return UNKNOWN if self._quick is None else self._quick.far
 
     def quick(self, kind: str, counts: Mapping[str, int]) -> QuickStep | None:
         """One point of ``kind``, a method for arrays, without arrays; None where these have to be asked."""
@@ -112,19 +116,19 @@ class StepModel:
     @cached_property
     def prefill_ms(self) -> Read:
         """``prefill`` of one point, ms; EngineError where it misses. So are the next two."""
-        return self._near.prefill_or(partial(self._ms, "prefill"))
+        return self._near.prefill_or(self._far.prefill_or(partial(self._asked, "prefill")))
 
     @cached_property
     def decode_step_ms(self) -> Read:
-        return self._near.decode_step_or(partial(self._ms, "decode_step"))
+        return self._near.decode_step_or(self._far.decode_step_or(partial(self._asked, "decode_step")))
 
     @cached_property
     def mixed_ms(self) -> Read:
-        return self._near.mixed_or(partial(self._ms, "mixed"))
+        return self._near.mixed_or(self._far.mixed_or(partial(self._asked, "mixed")))
 
-    def _ms(self, kind: str, *counts: int) -> float:
-        ms: float = nan if self._quick is None else getattr(self._quick.far, kind)(*counts)
-        return ms if ms == ms else getattr(self, kind)(*counts).raise_first().ms.item()
+    def _asked(self, kind: str, *counts: int) -> float:
+        ms: float = getattr(self, kind)(*counts).raise_first().ms.item()
+        return ms
 
     def prefill(
         self, batch: Any, isl: Any, prefix: Any = 0, imbalance: Any = 1.0, *, operators: bool = False

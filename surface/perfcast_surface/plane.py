@@ -196,10 +196,10 @@ class Plane:
 
     def carried(self, sol: Sol, *query: float) -> float:
         """What ``at`` adds for ``sol``, for single numbers: NaN where it carries nothing."""
-        cells = [axis.one(c) for axis, c in zip(self.axes, query, strict=True)]
-        low, high, _ = cells[0]
-        if low == high or len(cells) == 1:
+        low, high, _ = self.axes[0].one(query[0])
+        if low == high or len(query) == 1:
             return nan
+        cells = [axis.one(c) for axis, c in zip(self.axes, query, strict=True)]
         a, b = self._blended(cells, 1, self._nested[low]), self._blended(cells, 1, self._nested[high])
         if (a == a) == (b == b):
             return nan
