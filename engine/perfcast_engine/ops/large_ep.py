@@ -10,6 +10,7 @@ import numpy as np
 from perfcast_engine import data
 from perfcast_engine.answer import Answer, Points, or_else
 from perfcast_engine.errors import InvalidField, PerfDataMissing, UnsupportedCombination
+from perfcast_engine.formula import compiled, scope, value
 from perfcast_engine.ops.all_to_all import CONTEXT, GENERATION, PHASES
 from perfcast_engine.ops.measured import Slice, measured_only
 from perfcast_engine.ops.moe import ANY_DISTRIBUTION, Experts, Moe, token_curve
@@ -24,24 +25,7 @@ EPLB_TOKENS = 0.8  # share of the prefill tokens that balanced experts of the De
 ORDINARY_EXPERTS = frozenset({"vllm", "trtllm"})
 
 
-@dataclass(frozen=True, slots=True)
-class KernelRule:
-    """The kernel a framework runs: ``block_kernel`` for block-scaled fp8 from ``block_sm`` on, else ``kernel``;
-    ``any_other``: where the table holds another kernel instead, that one."""
-
-    kernel: str
-    block_kernel: str = ""
-    block_sm: int = 0
-    any_other: bool = False
-
-    def pick(self, quant: str, sm: int, table: Table | None) -> str:
-        blocked = bool(self.block_kernel) and sm >= self.block_sm and "fp8_block" in quant
-        wanted = self.block_kernel if blocked else self.kernel
-        held = sorted(map(str, table.children())) if self.any_other and table is not None else [wanted]
-        return wanted if wanted in held else held[0]
-
-
-KERNELS = {name: KernelRule(**row) for name, row in data.table("kernels")["expert_kernels"].items()}
+KERNELS = data.table("kernels")["expert_kernels"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +57,7 @@ class MoeExperts(Experts):
     def price(self, db: Database, at: Points) -> Answer:
         if self.phase not in PHASES:
             raise InvalidField("phase", f"unknown phase {self.phase!r}; one of {', '.join(PHASES)}", why="enum")
-        rule = KERNELS.get(db.backend, KERNELS["sglang"])
-        kernel = self.kernel or rule.pick(self.quant, db.system.sm_version or -1, db.find(self.table))
+        kernel = self.kernel or self._usual_kernel(db)
         tokens = at.x * max(self.attn_dp, 1)
         if self.eplb and self.phase == CONTEXT and kernel == DEEPEP:
             tokens = np.trunc(tokens * EPLB_TOKENS)
@@ -86,6 +69,13 @@ class MoeExperts(Experts):
         if db.mode.shared and db.backend in ORDINARY_EXPERTS:
             return or_else(own, lambda at: self.ordinary.measured(db, at), at, PerfDataMissing)
         return measured_only(db, at, own, self.name)
+
+    def _usual_kernel(self, db: Database) -> str:
+        """The one that the framework runs, or any that was measured where the rule allows it."""
+        rule, table = KERNELS.get(db.backend, KERNELS["sglang"]), db.find(self.table)
+        wanted = str(value(compiled(rule["kernel"]), scope(quant=self.quant, sm=db.system.sm_version or -1)))
+        held = sorted(map(str, table.children())) if rule.get("any_other") and table is not None else [wanted]
+        return wanted if wanted in held else held[0]
 
     def _curve(self, db: Database, kernel: str) -> Slice:
         self.rate(db.system)

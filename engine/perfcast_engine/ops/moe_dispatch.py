@@ -9,8 +9,9 @@ from typing import NamedTuple
 from perfcast_engine import data
 from perfcast_engine.answer import F64, Answer, Points, Source, total
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
+from perfcast_engine.formula import compiled, scope, value
 from perfcast_engine.ops.base import Op, Split
-from perfcast_engine.ops.collective import NVL72, AllReduce, Nccl
+from perfcast_engine.ops.collective import AllReduce, Nccl
 from perfcast_engine.ops.measured import Slice
 from perfcast_engine.quant import MOE
 from perfcast_engine.system import SystemSpec
@@ -73,18 +74,9 @@ class MoeDispatch(Op):
 
     def steps(self, system: SystemSpec) -> Iterator[Step]:
         """What is exchanged one after the other; nothing where no rule holds."""
-        holds = {
-            "tp": self.attn_tp > 1,
-            "dp": self.dp > 1,
-            "cp": self.attn_cp > 1,
-            "context": self.is_context,
-            "reduces": not (self.pre and self.attn_ar_modeled),
-            "whole_experts": self.moe_tp == 1,
-            "sm100": system.sm_version == 100,  # not its successors: the reference asks for sm 100 exactly
-            "nvl72": system.gpus_per_node >= NVL72,
-        }
+        names = scope(**vars(self), tp=self.attn_tp, dp=self.dp, system=system)
         for rule in RULES[TRTLLM_FLAVOR if self.flavor == TRTLLM_FLAVOR else self.backend]:
-            if all(holds[condition] for condition in rule["when"]):
+            if value(compiled(rule["when"]), names):
                 return map(STEPS.__getitem__, rule["pre" if self.pre else "post"])
         return iter(())
 
