@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,14 +23,6 @@ from perfcast_engine.tables.table import Key, Table
 
 OVERHEAD = 1.1  # on the memory-bound steps around a kernel
 USUAL_HEAD_DIM = 128
-
-
-def head_dim_ratio(backend: str, head_dim: int) -> float:
-    """Utilisation at ``head_dim`` relative to 128; 1 for a backend that nobody measured."""
-    table = data.table("kernels")["head_dim_ratio"]
-    if backend not in table:
-        return 1.0
-    return float(np.interp(math.log2(head_dim), np.log2(table["sizes"]), table[backend]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,34 +62,45 @@ class _Dense(Attention):
     def _basis(self, db: Database) -> Basis:
         for window in dict.fromkeys((self.window, 0)):
             near = replace(self, window=window)
-            own = Attention.basis(near, db)
-            if own.util is not None:
-                return own
-            borrowed = near._borrowed(db) if Tier.XSHAPE in db.policy else None
-            if borrowed is not None:
-                return borrowed
-        return Basis(None)
-
-    def _borrowed(self, db: Database) -> Basis | None:
-        table = db.find(self.table)
-        if table is None:
-            return None
-        for lane in (*self.lanes, *sorted(_others(table, self.lanes))):
-            sizes = [int(size) for size in table.children(lane, *self.named_key[:-2]) if size != 0]
-            if not sizes:
-                continue
-            near = min(sizes, key=lambda size: abs(math.log(size / self.head_dim)))
-            near = USUAL_HEAD_DIM if USUAL_HEAD_DIM in sizes else near
-            donor = replace(self, head_dim=near, lanes=(lane,))
-            if table.rows(lane, *donor.named_key) is not None:
+            for donor in (near, *(near._donors(db) if Tier.XSHAPE in db.policy else ())):
                 util = Attention.basis(donor, db).util
                 if util is not None:
-                    return Basis(util, Tier.XSHAPE, self.relative_util(db.backend, near))
-        return None
+                    tier = Tier.EMPIRICAL if donor is near else Tier.XSHAPE
+                    return Basis(util, tier, self._relative_util(db.backend) / donor._relative_util(db.backend))
+        return Basis(None)
 
-    def relative_util(self, backend: str, head_dim: int) -> float:
-        """Utilisation relative to that at another head size."""
-        return 1.0
+    def _donors(self, db: Database) -> Iterator[_Dense]:
+        """The same at the usual head size, or at the nearest measured one, in each lane."""
+        table = db.find(self.table)
+        if table is None:
+            return
+        for lane in (*self.lanes, *sorted(_others(table, self.lanes))):
+            sizes = [int(size) for size in table.children(lane, *self.named_key[:-2]) if size != 0]
+            if sizes:
+                nearest = min(sizes, key=lambda size: abs(math.log(size / self.head_dim)))
+                donor = replace(self, head_dim=USUAL_HEAD_DIM if USUAL_HEAD_DIM in sizes else nearest, lanes=(lane,))
+                if table.rows(lane, *donor.named_key) is not None:
+                    yield donor
+
+    def _relative_util(self, backend: str) -> float:
+        """Utilisation relative to that at the usual head size; 1 where nobody measured it."""
+        rows = data.table("kernels")["head_dim_ratio"]
+        curve = rows.get(self.table, {}).get(backend)
+        return 1.0 if curve is None else float(np.interp(math.log2(self.head_dim), np.log2(rows["sizes"]), curve))
+
+    def extra_ms(self, db: Database) -> float:
+        """What the kernel's measurement leaves out."""
+        return 0.0
+
+    def sol(self, db: Database, at: Points) -> Split:
+        extra = Split.memory(np.full(len(at), self.extra_ms(db)))
+        return super().sol(db, at).plus(extra).scaled(at.imbalance)
+
+    def price(self, db: Database, at: Points) -> Answer:
+        answer, extra = super().price(db, at), self.extra_ms(db)
+        if extra:
+            answer += Answer.of(np.full(len(at), extra), Source.SOL if db.mode is Mode.SOL else Source.EMPIRICAL)
+        return answer.scaled(at.imbalance)
 
 
 def _others(table: Table, lanes: tuple[str, ...]) -> list[str]:
@@ -114,8 +117,8 @@ class ContextAttention(_Dense, Prefill):
     table = law = "context_attention"
     keyed_by = ("fmha_quant", "kv_quant", "grouped", "head_dim", "window")
 
-    def _extra_ms(self, db: Database) -> float:
-        """Rotary embedding, cache write and norms of q and k, which the kernel's measurement leaves out."""
+    def extra_ms(self, db: Database) -> float:
+        """Rotary embedding, cache write and norms of q and k."""
         cost = db.system.memory_sol_ms if db.mode is Mode.SOL else db.system.memory_ms
         q, k = float(self.heads * self.head_dim), float(self.kv_heads * self.head_dim)
         extra = 2 * cost(2 * q + 2 * k) + 2 * cost(k * quant.FMHA[self.fmha_quant].bytes)
@@ -123,23 +126,11 @@ class ContextAttention(_Dense, Prefill):
             extra += 2 * (2 * cost(2 * q) + 2 * cost(2 * k))
         return OVERHEAD * extra
 
-    def sol(self, db: Database, at: Points) -> Split:
-        extra = Split.memory(np.full(len(at), self._extra_ms(db)))
-        return super().sol(db, at).plus(extra).scaled(at.imbalance)
-
-    def price(self, db: Database, at: Points) -> Answer:
-        source = Source.SOL if db.mode is Mode.SOL else Source.EMPIRICAL
-        extra = Answer.of(np.full(len(at), self._extra_ms(db)), source)
-        return (super().price(db, at) + extra).scaled(at.imbalance)
-
-    def relative_util(self, backend: str, head_dim: int) -> float:
-        return head_dim_ratio(backend, self.head_dim) / head_dim_ratio(backend, head_dim)
-
     def terms_source(self, db: Database) -> Source:
         return Source.MIXED  # the measured kernel and the steps around it
 
     def term(self, db: Database, blend: Blend) -> Term:
-        return Causal(blend, self.scale, self._extra_ms(db), self.cp)
+        return Causal(blend, self.scale, self.extra_ms(db), self.cp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +140,6 @@ class GenerationAttention(_Dense, Generation):
     table = law = "generation_attention"
     keyed_by = ("kv_quant", "grouped", "head_dim", "window")
     clamp = True
-
-    def sol(self, db: Database, at: Points) -> Split:
-        return super().sol(db, at).scaled(at.imbalance)
-
-    def price(self, db: Database, at: Points) -> Answer:
-        return super().price(db, at).scaled(at.imbalance)
 
     def silicon(self, db: Database, at: Points) -> Answer:
         """Tabulated inside of the measurements, sampled outside."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -30,13 +31,9 @@ def lane_order(db: Database, asked: str, override: str | None = None) -> tuple[s
     framework = _framework_default(db.backend, db.version, db.system.sm_version)
     if not pinned and framework is None:
         return (DEFAULT,)
-    if framework is not None and framework != DEFAULT and framework not in pinned:
+    if framework is not None and framework != DEFAULT:
         pinned.append(framework)
-    if not every:
-        return (*pinned, *(lane for lane in KNOWN if lane not in pinned), DEFAULT)
-    merged = _ranked(every, pinned)
-    first = [lane for lane in _ranked(own, pinned) if lane in own and lane not in pinned]
-    return (*pinned, *first, *(lane for lane in merged if lane not in pinned and lane not in first))
+    return tuple(dict.fromkeys([*pinned, *(lane for lane in _ranked(own) if lane in own), *_ranked(every)]))
 
 
 def densities(db: Database, asked: str) -> tuple[Density, Density]:
@@ -58,16 +55,14 @@ def _density(measured: Table | None) -> Density:
     return found
 
 
-def _ranked(density: Density, pinned: Iterable[str]) -> list[str]:
+def _ranked(density: Density) -> list[str]:
     """Known lanes, ``default``, other lanes; known and others by most slices, most rows, name."""
 
-    def rank(lane: str) -> tuple[int, int, str]:
+    def rank(lane: str) -> tuple[int, int, int, str]:
         slices, rows = density.get(lane, (0, 0))
-        return -slices, -rows, lane
+        return 0 if lane in KNOWN else 1 if lane == DEFAULT else 2, -slices, -rows, lane
 
-    known = sorted((lane for lane in KNOWN if lane not in pinned), key=rank)
-    others = sorted((lane for lane in density if lane not in KNOWN and lane != DEFAULT), key=rank)
-    return [*known, DEFAULT, *others]
+    return sorted({*KNOWN, DEFAULT, *density}, key=rank)
 
 
 def _override(backend: str, asked: str, override: str | None, every: Density) -> Sequence[str]:
@@ -89,19 +84,11 @@ def _override(backend: str, asked: str, override: str | None, every: Density) ->
 
 def _framework_default(backend: str, version: str, sm_version: int | None) -> str | None:
     """The lane a framework takes by itself: of the newest listed version not above ``version``; None if unlisted."""
-    listed = [(_dotted(floor), lanes) for floor, lanes in table("lanes")["defaults"].get(backend, {}).items()]
-    reached = [entry for entry in listed if entry[0] <= _dotted(version)]
-    if not reached:
-        return None
-    lane: str | None = max(reached, key=lambda entry: entry[0])[1].get(sm_version or -1)
-    return lane
+    listed = {_dotted(floor): lanes for floor, lanes in table("lanes")["defaults"].get(backend, {}).items()}
+    floor = max((floor for floor in listed if floor <= _dotted(version)), default=None)
+    return None if floor is None else listed[floor].get(sm_version or -1)
 
 
 def _dotted(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("."):
-        digits = re.match(r"\d+", part)
-        if digits is None:
-            break
-        numbers.append(int(digits.group()))
-    return tuple(numbers)
+    numbers = takewhile(bool, (re.sub(r"\D.*", "", part) for part in version.split(".")))
+    return tuple(map(int, numbers))
