@@ -15,8 +15,7 @@ from perfcast_engine.errors import (
     UnsupportedCombination,
 )
 from perfcast_engine.models.large_ep import ExpertPlacement, choose_comm_backend
-from perfcast_engine.ops.all_to_all import MoeAllToAll, comm_backend, wire_dtype
-from perfcast_engine.ops.large_ep import MegaMoe, MoeExperts
+from perfcast_engine.ops.large_ep import MegaMoe, MoeAllToAll, MoeExperts, comm_backend, wire_dtype
 from perfcast_engine.tables.database import Mode
 
 from tests.engine.handmade import SYSTEM, database, table

@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 from perfcast_engine.answer import Points, Source, Tier
-from perfcast_engine.ops.all_to_all import MoeAllToAll
 from perfcast_engine.ops.attention import ContextAttention, EncoderAttention, GenerationAttention
 from perfcast_engine.ops.base import Op, Role
 from perfcast_engine.ops.collective import P2P, AllReduce, Nccl
@@ -18,7 +17,7 @@ from perfcast_engine.ops.composite import Fallback, Overlap
 from perfcast_engine.ops.dsa import DsaContext, DsaGeneration, MsaContext, MsaGeneration
 from perfcast_engine.ops.dsv4 import Dsv4Context, Dsv4Generation, Mhc
 from perfcast_engine.ops.gemm import Gemm
-from perfcast_engine.ops.large_ep import MegaMoe, MoeExperts
+from perfcast_engine.ops.large_ep import MegaMoe, MoeAllToAll, MoeExperts
 from perfcast_engine.ops.memory_bound import Elementwise, Embedding
 from perfcast_engine.ops.mla import (
     ContextMla,

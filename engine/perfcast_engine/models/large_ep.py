@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.models.families import runs_large_ep
-from perfcast_engine.ops.all_to_all import BACKENDS, CommBackend, measured_node, wire_dtype
+from perfcast_engine.ops.large_ep import BACKENDS, CommBackend, measured_node, wire_dtype
 from perfcast_engine.tables.database import Database
 
 # Frameworks whose ordinary expert table stands in for the large-EP one.

@@ -8,8 +8,8 @@ from perfcast_engine import quant
 from perfcast_engine.data import table
 from perfcast_engine.formula import Names, scope
 from perfcast_engine.models.deployment import Deployment
-from perfcast_engine.ops.all_to_all import comm_backend, wire_dtype
 from perfcast_engine.ops.base import Role
+from perfcast_engine.ops.large_ep import comm_backend, wire_dtype
 from perfcast_engine.profiles import MODEL_SWITCHES
 
 BASE_DISTRIBUTION = "power_law"

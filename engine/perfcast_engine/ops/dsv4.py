@@ -15,10 +15,10 @@ from perfcast_engine.answer import Answer, Points, Source, total
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.interp.grid import Sol
 from perfcast_engine.ops.base import Op, TokenOp
+from perfcast_engine.ops.dsa import SparseModule
 from perfcast_engine.ops.indexer import all_gather, chunk_of, csa_delta, topk_excess
 from perfcast_engine.ops.measured import Slice, nearest_below, no_slice
 from perfcast_engine.ops.roofline import resident, roofline
-from perfcast_engine.ops.sparse import SparseModule
 from perfcast_engine.quant import QuantMode
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
@@ -50,6 +50,7 @@ class _Dsv4(SparseModule):
 
     positive = ("heads", "native_heads", "tp", "hidden", "head_dim")
     beside_shape = Op.beside_shape | {"cp"}
+    family = "dsv4"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,10 +78,6 @@ class _Dsv4(SparseModule):
         native = nearest_below(table.children(*self.named_key), self.native_heads)
         local = nearest_below(table.children(*self.named_key, native), self.heads)
         return *self.named_key, native, local, COMPRESSION[self.kind]
-
-    @property
-    def law(self) -> str:
-        return f"dsv4_{self.phase}"
 
     @property
     def figures(self) -> Mapping[str, Any]:

@@ -13,9 +13,9 @@ from perfcast_engine.answer import F64, Points
 from perfcast_engine.config import ParallelConfig
 from perfcast_engine.errors import InvalidField, UnsupportedCombination
 from perfcast_engine.memory import Footprint
-from perfcast_engine.ops.all_to_all import MoeAllToAll
 from perfcast_engine.ops.base import Op, Reads
 from perfcast_engine.ops.collective import P2P, AllReduce, Nccl
+from perfcast_engine.ops.large_ep import MoeAllToAll
 from perfcast_engine.ops.memory_bound import Elementwise
 from perfcast_engine.ops.moe_dispatch import MoeDispatch
 from perfcast_engine.step import DEFAULT_STRIDE
