@@ -40,7 +40,7 @@ class Lines:
         self._pairs = lines.view(np.complex128).ravel()
 
     @cached_property
-    def _listed(self) -> tuple[list[list[list[float]]], list[int]]:
+    def _listed(self) -> tuple[list[list[tuple[float, ...]]], list[int]]:
         """Start and slope by row and cell, rows as they are asked; and the cells."""
         return [[]] * (len(self._pairs) // self._width), self._cell.tolist()
 
@@ -49,8 +49,8 @@ class Lines:
         (listed, cells), squared = self._listed, self._squared
         lines = self._pairs.view(np.float64).reshape(-1, self._width, 2)
 
-        def filled(row: int) -> list[list[float]]:
-            listed[row] = lines[row].tolist()
+        def filled(row: int) -> list[tuple[float, ...]]:
+            listed[row] = list(map(tuple, lines[row].tolist()))  # which are read with one step less than lists
             return listed[row]
 
         def one(row: int, along: int, third: int = 0) -> float:
