@@ -89,21 +89,12 @@ class _Summands:
             return None
         return cls(tables, attention, others)
 
-    def near(self) -> PhaseSurface:
-        attention, others = (tuple(t for cut in cuts for t in cut.terms) for cuts in (self.attention, self.others))
-        return self._over(self.tables, attention, others)
-
-    def far(self) -> PhaseSurface:
-        return self._over(self.tables, self.attention, self.others)
-
-    def of_source(self, source: Source) -> PhaseSurface:
-        attention, others = (tuple(c for c in cuts if c.source is source) for cuts in (self.attention, self.others))
-        return self._over([table.of(source) for table in self.tables], attention, others)
-
-    def _over(
-        self, tables: Sequence[Table], attention: tuple[Summand, ...], others: tuple[Summand, ...]
+    def surface(
+        self, table: Callable[[TokenTable], Table], share: Callable[[ShortCut], Sequence[Summand]]
     ) -> PhaseSurface:
-        tokens, logits, requests = (t if own.ops else None for t, own in zip(tables, self.tables, strict=True))
+        """What ``table`` takes of each table, and the summands that are the ``share`` of each short cut."""
+        tokens, logits, requests = (table(own) if own.ops else None for own in self.tables)
+        attention, others = (tuple(s for cut in cuts for s in share(cut)) for cuts in (self.attention, self.others))
         return PhaseSurface(tokens, logits, requests, attention, others)
 
 
@@ -111,9 +102,15 @@ class QuickSteps:
     """near: steps inside of the measurements; far: those beyond them too, of which nothing but the latency is told."""
 
     def __init__(self, context: _Summands, generation: _Summands, rules: StepRules) -> None:
-        self.near = StepSurface(context.near(), generation.near(), rules)
-        self.far = StepSurface(context.far(), generation.far(), rules)
-        self._by_source = [StepSurface(context.of_source(s), generation.of_source(s), rules) for s in Source]
+        def surface(*what: Any) -> StepSurface:
+            return StepSurface(context.surface(*what), generation.surface(*what), rules)
+
+        def of(source: Source) -> StepSurface:
+            return surface(lambda table: table.by_source[source], lambda cut: (cut,) if cut.source is source else ())
+
+        self.near = surface(lambda table: table, lambda cut: cut.terms)
+        self.far = surface(lambda table: table, lambda cut: (cut,))
+        self._by_source = [of(source) for source in Source]
         self._tables = context.tables + generation.tables
         cuts = context.attention + context.others + generation.attention + generation.others
         self._sources = frozenset[int](cut.source for cut in cuts)

@@ -111,15 +111,14 @@ class TokenTable(CountTable):
         self._lock = threading.Lock()
         self._filled = np.zeros(0, np.bool_)
         self.is_plain, self.sources = True, frozenset[int]()
+        self.by_source = tuple(map(Counts, _empty(1).by_source))
         self._keep(_empty(1))
 
     def _keep(self, kept: Column) -> None:
         self._kept = kept
-        self.by_source = tuple(map(Counts, kept.by_source))
+        for counts, ms in zip(self.by_source, kept.by_source, strict=True):
+            counts.ms, counts.view = ms, ms.data
         self.ms, self.view = kept.ms, kept.ms.data
-
-    def of(self, source: Source) -> SourceTable:
-        return SourceTable(self, source)
 
     def __call__(self, x: F64) -> Counted:
         """Sums at counts ``x`` (N,), non-negative integers as float64."""
@@ -168,21 +167,6 @@ class TokenTable(CountTable):
         filled[:old] = self._filled
         self._keep(larger)
         self._filled = filled
-
-
-class SourceTable:
-    """What one source contributes to a token table."""
-
-    def __init__(self, table: TokenTable, source: Source) -> None:
-        self._table, self._source = table, source
-
-    @property
-    def ms(self) -> F64:
-        return self._table.by_source[self._source].ms
-
-    @property
-    def view(self) -> memoryview:
-        return self._table.by_source[self._source].view
 
 
 def _empty(n: int) -> Column:
