@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import nan
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -16,8 +15,7 @@ from perfcast_surface.mixed import StepRules, middle
 from perfcast_surface.surface import Counts, PhaseSurface, StepSurface, banded
 
 from perfcast_engine.answer import F64, Mask, Points
-from perfcast_engine.errors import EngineError, InvalidField
-from perfcast_engine.observed import Priced, RankWork, passes
+from perfcast_engine.errors import InvalidField
 from perfcast_engine.ops.base import Op
 from perfcast_engine.phase import Phase, PhaseMaker
 from perfcast_engine.profiles import (
@@ -106,7 +104,8 @@ class StepModel:
         return UNKNOWN if self._quick is None else self._quick.near
 
     @property
-    def _far(self) -> StepSurface:
+    def far(self) -> StepSurface:
+        """The surface of the engine, told beyond the measurements too; NaN where the operators have to be asked."""
         return UNKNOWN if self._quick is None else self._quick.far
 
     def quick(self, kind: str, counts: Mapping[str, int]) -> QuickStep | None:
@@ -116,15 +115,15 @@ class StepModel:
     @cached_property
     def prefill_ms(self) -> Read:
         """``prefill`` of one point, ms; EngineError where it misses. So are the next two."""
-        return self._near.prefill_or(self._far.prefill_or(partial(self._asked, "prefill")))
+        return self._near.prefill_or(self.far.prefill_or(partial(self._asked, "prefill")))
 
     @cached_property
     def decode_step_ms(self) -> Read:
-        return self._near.decode_step_or(self._far.decode_step_or(partial(self._asked, "decode_step")))
+        return self._near.decode_step_or(self.far.decode_step_or(partial(self._asked, "decode_step")))
 
     @cached_property
     def mixed_ms(self) -> Read:
-        return self._near.mixed_or(self._far.mixed_or(partial(self._asked, "mixed")))
+        return self._near.mixed_or(self.far.mixed_or(partial(self._asked, "mixed")))
 
     def _asked(self, kind: str, *counts: int) -> float:
         ms: float = getattr(self, kind)(*counts).raise_first().ms.item()
@@ -244,23 +243,6 @@ class StepModel:
         known = quick.result(ms[~gone], ask, [column[~gone] for column in columns[: len(counts)]])
         rest = _in_bands(price, [column[gone] for column in columns], operators)
         return known.spread(~gone) + rest.spread(gone)
-
-    def observed(self, work: RankWork) -> Priced:
-        """The pass of each rank. Idle ones take 0 ms."""
-        work, errors = work.astype(np.int64), dict[int, EngineError]()
-        ms = np.where((work.prefill_tokens > 0) | (work.decode_requests + work.decode_kv_tokens > 0), nan, 0.0)
-        one_row = self.profile[MIXED_LOGITS_ROWS]
-        if self._quick is not None:
-            far = self._quick.far
-            long = (work.prefill_tokens >= work.prefill_requests) & (work.decode_kv_tokens >= work.decode_requests)
-            for mine, known in passes(far.context, far.generation, work, long, one_row):
-                ms[mine] = known
-        rest = np.isnan(ms)
-        if rest.any():
-            for mine, result in passes(self.context_phase, self.generation_phase, work, rest, one_row):
-                ms[mine] = result.ms
-                errors |= {int(np.flatnonzero(mine)[index]): error for index, error in result.errors().items()}
-        return Priced(ms, errors)
 
 
 def _in_bands(price: Callable[..., StepResult], columns: Sequence[Any], operators: bool) -> StepResult:

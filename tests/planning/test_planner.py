@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from perfcast_engine.errors import InvalidField
-from perfcast_engine.observed import Priced
 from perfcast_planning.planner.capacity import CapacityRequest, Objective, OnInfeasible, capacity
 from perfcast_planning.planner.engine_work import EngineLimits, EngineRole, RankLoads
+from perfcast_planning.planner.observed import Priced
 from perfcast_planning.planner.pass_model import LearningOptions, PassModel
 from perfcast_planning.planner.queries import Outlook, Scenario, outlooks
 from perfcast_planning.planner.telemetry import Iterations, RankRecord

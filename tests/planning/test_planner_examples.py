@@ -8,10 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 from perfcast_engine import EngineConfig, ParallelConfig, Predictor
-from perfcast_engine.observed import RankWork
 from perfcast_engine.step import StepModel
 from perfcast_planning.planner.capacity import CapacityRequest, Objective, OnInfeasible, capacity
 from perfcast_planning.planner.engine_work import EngineLimits, EngineRole
+from perfcast_planning.planner.observed import RankWork, observed
 from perfcast_planning.planner.pass_model import PassModel
 
 ENGINES = {
@@ -73,9 +73,9 @@ def test_ranks_take_what_the_operators_say_where_the_surface_answers(name, monke
     tokens, cached, kv = (count * rng.integers(0, 20000, 400) for count in (requests // 8, requests, decodes))
     work = RankWork(requests, tokens, cached, decodes, kv)
     steps = pass_model(name).steps
-    found = steps.observed(work)
+    found = observed(steps, work)
     monkeypatch.setattr(StepModel, "_quick", None)
-    wanted = replace(steps).observed(work)
+    wanted = observed(replace(steps), work)
     np.testing.assert_allclose(found.ms, wanted.ms, rtol=1e-12)
     assert {i: str(error) for i, error in found.errors.items()} == {i: str(e) for i, e in wanted.errors.items()}
     assert (

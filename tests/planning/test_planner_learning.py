@@ -7,9 +7,10 @@ import random
 import numpy as np
 import pytest
 from perfcast_engine.errors import InvalidField, PerfDataMissing
-from perfcast_engine.observed import Priced, RankWork
+from perfcast_planning.planner import pass_model
 from perfcast_planning.planner.capacity import CapacityRequest, capacity
 from perfcast_planning.planner.engine_work import EngineLimits, EngineRole
+from perfcast_planning.planner.observed import Priced, RankWork
 from perfcast_planning.planner.pass_model import LearningOptions, PassModel
 from perfcast_planning.planner.samples import Samples
 from perfcast_planning.planner.telemetry import Iterations, Kind, RankRecord
@@ -26,6 +27,11 @@ class Straight:
         gone = work.decode_requests == self.missing
         error = PerfDataMissing("no data", op="generation_attention")
         return Priced(np.where(gone, np.nan, ms), dict.fromkeys(np.flatnonzero(gone).tolist(), error))
+
+
+@pytest.fixture(autouse=True)
+def straight(monkeypatch):
+    monkeypatch.setattr(pass_model, "observed", Straight.observed)
 
 
 def corrected(**options) -> PassModel:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import InvalidField, check_whole
-from perfcast_engine.observed import Priced, RankWork
 
+from perfcast_planning.planner.observed import Priced, RankWork
 from perfcast_planning.planner.pass_model import PassModel
 from perfcast_planning.planner.telemetry import MAX_COUNT, Iterations
 

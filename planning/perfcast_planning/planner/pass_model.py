@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import EngineError, InvalidField, check_whole
-from perfcast_engine.observed import Priced
 from perfcast_engine.step import StepModel
 
 from perfcast_planning.planner.fit import Fit, fit
+from perfcast_planning.planner.observed import Priced, observed
 from perfcast_planning.planner.samples import Samples, SampleStore
 from perfcast_planning.planner.telemetry import KINDS, Iterations, Kind
 
@@ -124,7 +124,7 @@ class PassModel:
         """The compiled model's time of each iteration, uncorrected."""
         assert self.steps is not None
         ms, errors = np.zeros(iterations.count), dict[int, EngineError]()
-        answer = self.steps.observed(iterations.work)
+        answer = observed(self.steps, iterations.work)
         with np.errstate(invalid="ignore"):
             np.maximum.at(ms, iterations.owner, answer.ms)
         for rank, error in answer.errors.items():

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import EngineError, InvalidField
-from perfcast_engine.observed import Priced
 
 from perfcast_planning.planner.capacity import kv_hit_share
 from perfcast_planning.planner.engine_work import EngineLimits, EngineRole, Passes, RankLoads, price_passes
+from perfcast_planning.planner.observed import Priced
 from perfcast_planning.planner.pass_model import PassModel
 from perfcast_planning.planner.telemetry import MAX_COUNT
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from perfcast_engine.answer import F64, Mask
 from perfcast_engine.errors import InvalidField
-from perfcast_engine.observed import RankWork
+
+from perfcast_planning.planner.observed import RankWork
 
 MAX_COUNT = 2**32 - 1
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-from perfcast_surface.mixed import ONE
-from perfcast_surface.surface import ZERO
-
 from perfcast_engine.answer import F64, Mask
 from perfcast_engine.errors import EngineError
+from perfcast_engine.step import StepModel
+
+ONE, ZERO = np.ones(1, np.int64), np.zeros(1, np.int64)
 
 
 class Priced(NamedTuple):
@@ -47,43 +47,50 @@ class RankWork:
         return self if which.all() else RankWork(*(getattr(self, name)[which] for name in self.__slots__))
 
 
-class Asked(Protocol):
-    """A phase or the surface of one. What it answers to counts, (N,) or (1,), can be added up."""
+def observed(steps: StepModel, work: RankWork) -> Priced:
+    """The pass of each rank. Idle ones take 0 ms. No factor of nextn: the counts are of packed tokens."""
+    work, errors = work.astype(np.int64), dict[int, EngineError]()
+    ms = np.where((work.prefill_tokens > 0) | (work.decode_requests + work.decode_kv_tokens > 0), np.nan, 0.0)
+    far, one_row = steps.far, steps.rules.one_logits_row
+    long = (work.prefill_tokens >= work.prefill_requests) & (work.decode_kv_tokens >= work.decode_requests)
+    for mine, known in _passes(far.context, far.generation, work, long, one_row):
+        ms[mine] = known
+    rest = np.isnan(ms)
+    if rest.any():
+        for mine, result in _passes(steps.context_phase, steps.generation_phase, work, rest, one_row):
+            ms[mine] = result.ms
+            errors |= {int(np.flatnonzero(mine)[index]): error for index, error in result.errors().items()}
+    return Priced(ms, errors)
 
-    def shared(self, batch: Any, s: Any, prefix: Any, x: Any, rows: Any) -> Any: ...
-    def attended(self, batch: Any, s: Any, prefix: Any, x: Any) -> Any: ...
 
-
-def passes(
-    context: Asked, generation: Asked, work: RankWork, which: Mask, one_logits_row: bool
-) -> Iterator[tuple[Mask, Any]]:
-    """The passes of ``which`` ranks by what they run: which ones, and the sum of what is answered. No factor of nextn:
-    the counts are of packed tokens."""
+def _passes(context: Any, generation: Any, work: RankWork, which: Mask, one_row: bool) -> Iterator[tuple[Mask, Any]]:
+    """The passes of ``which`` ranks by what they run: which ones, and the sum of what is answered by phases or by the
+    surfaces of phases."""
     prefills, decodes = work.prefill_tokens > 0, work.decode_requests + work.decode_kv_tokens > 0
     for mine, price in ((prefills & ~decodes, _prefill), (decodes & ~prefills, _decode), (prefills & decodes, _mixed)):
         mine &= which
         if mine.any():
-            yield mine, price(context, generation, work.take(mine), one_logits_row)
+            yield mine, price(context, generation, work.take(mine), one_row)
 
 
-def _prefill(context: Asked, _: Asked, work: RankWork, __: bool) -> Any:
+def _prefill(context: Any, _: Any, work: RankWork, __: bool) -> Any:
     prompts = np.maximum(work.prefill_requests, 1)
     fresh = work.prefill_tokens // prompts
     each = prompts, fresh, work.prefill_kv_tokens // prompts, prompts * fresh
     return context.shared(*each, prompts) + context.attended(*each)
 
 
-def _decode(_: Asked, generation: Asked, work: RankWork, __: bool) -> Any:
+def _decode(_: Any, generation: Any, work: RankWork, __: bool) -> Any:
     decodes = np.maximum(work.decode_requests, 1)
     each = decodes, work.decode_kv_tokens // decodes, ZERO, decodes
     return generation.shared(*each, decodes) + generation.attended(*each)
 
 
-def _mixed(context: Asked, generation: Asked, work: RankWork, one_logits_row: bool) -> Any:
+def _mixed(context: Any, generation: Any, work: RankWork, one_row: bool) -> Any:
     prompts, decodes = np.maximum(work.prefill_requests, 1), np.maximum(work.decode_requests, 1)
     tokens, cached = work.prefill_tokens, work.prefill_kv_tokens
     flat, fresh = tokens + work.decode_requests, np.maximum(tokens // prompts, 1)
-    shared = context.shared(ONE, flat, cached, flat, np.ones_like(flat) if one_logits_row else prompts + decodes)
+    shared = context.shared(ONE, flat, cached, flat, np.ones_like(flat) if one_row else prompts + decodes)
     prefill = context.attended(-(-tokens // fresh), fresh, cached // prompts, tokens)
     length = np.maximum(work.decode_kv_tokens // decodes, 1)
     return shared + prefill + generation.attended(decodes, length, ZERO, decodes)
