@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Any, Literal
 
 from perfcast_engine import quant
-from perfcast_engine.errors import InvalidField
+from perfcast_engine.errors import InvalidField, check_whole
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.profiles import profile_named
 from perfcast_engine.tables.database import TRANSFER_PRESETS, Mode
@@ -27,13 +27,8 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
 }
 
 
-def _whole(owner: object, path: str, least: int, most: int, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise InvalidField(f"{path}{name}", f"must be a whole number from {least} to {most}", why="range")
+def _stated(record: object, *names: str) -> list[str]:
+    return [name for name in names if getattr(record, name) is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +43,8 @@ class ParallelConfig:
     moe_ep: int | None = None
 
     def __post_init__(self) -> None:
-        _whole(self, "parallel.", 1, MAX_WIDTH, *(f.name for f in fields(self)))
-        for name in ("tp", "pp", "attn_dp", "cp"):
-            if getattr(self, name) is None:
-                raise InvalidField(f"parallel.{name}", "is missing", why="range")
+        names = ("tp", "pp", "attn_dp", "cp", *_stated(self, "moe_tp", "moe_ep"))
+        check_whole(self, names, 1, MAX_WIDTH, path="parallel.")
 
     @property
     def gpus(self) -> int:
@@ -74,11 +67,8 @@ class QuantOverrides:
     comm: str | None = None
 
     def __post_init__(self) -> None:
-        tables = (quant.GEMM, quant.MOE, quant.KV_CACHE, quant.FMHA, quant.COMM)
-        for f, table in zip(fields(self), tables, strict=True):
-            value = getattr(self, f.name)
-            if value is not None:
-                quant.mode(table, value, f"quant.{f.name}")
+        for name in _stated(self, *self.__slots__):
+            quant.mode(getattr(quant, name.upper()), getattr(self, name), f"quant.{name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +125,8 @@ class EngineConfig:
         if not isinstance(self.model, ModelSpec) and not (isinstance(self.model, str) and 0 < len(self.model) <= 256):
             raise InvalidField("model", "must be a model id of 1 to 256 characters or a ModelSpec", why="name")
         if self.nextn != "auto":
-            _whole(self, "", 0, MAX_NEXTN, "nextn")
-            if self.nextn is None:
-                raise InvalidField("nextn", "is missing", why="range")
-        _whole(self, "", 1, 65536, "slots", "layers")
+            check_whole(self, ("nextn",), 0, MAX_NEXTN)
+        check_whole(self, _stated(self, "slots", "layers"), 1, 65536)
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise InvalidField(name, f"must be one of {', '.join(entry for entry in known if entry)}", why="choice")

@@ -112,9 +112,12 @@ class DataCorrupt(EngineError):
     reason = Reason.DATA_CORRUPT
 
 
-def check_whole(record: object, names: Iterable[str], least: int, most: float, why: str = "range") -> None:
-    """InvalidField for the first of the fields ``names`` of ``record`` that is no whole number in [least, most]."""
+def check_whole(
+    record: object, names: Iterable[str], least: int, most: float, why: str = "range", path: str = ""
+) -> None:
+    """InvalidField for the first of the fields ``names`` of ``record``, at ``path``, that is no whole number from
+    ``least`` to ``most``."""
     for name in names:
         value = getattr(record, name)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise InvalidField(name, f"must be a whole number in [{least}, {most}], not {value!r}", why=why)
+            raise InvalidField(f"{path}{name}", f"must be a whole number from {least} to {most}", why=why)

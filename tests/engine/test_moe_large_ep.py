@@ -264,9 +264,7 @@ class TestMegaMoe:
 class TestChoice:
     """Which all-to-all a worker may run, by what was measured."""
 
-    LAYER = ExpertPlacement(
-        hidden=7168, inter=2048, topk=8, experts=256, quant="fp8_block", attn_dp=8, moe_tp=1, moe_ep=8
-    )
+    LAYER = ExpertPlacement(hidden=7168, inter=2048, topk=8, experts=256, quant="fp8_block", attn_dp=8, moe_ep=8)
 
     def db(self, backend="sglang", halves=HALVES, comm="deepep_ht", dtype="default", experts=None, **fields):
         sent = folded("moe_a2a", A2A, *(exchange(comm, half, dtype, sms=20) for half in halves))
@@ -284,7 +282,6 @@ class TestChoice:
         [
             {"family": "QWEN35"},
             {"phase": "generation"},
-            {"moe_tp": 2},
             {"topk": 4},
             {"quant": "bfloat16"},
             {"inter": 1024},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.models.families import runs_large_ep
@@ -16,7 +17,7 @@ STEPS = ("dispatch", "combine")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertPlacement:
-    """The expert layers of a model on one worker. ``inter``: width of one expert, unsharded."""
+    """The expert layers of a model on one worker, every expert whole. ``inter``: width of one expert."""
 
     hidden: int
     inter: int
@@ -24,29 +25,20 @@ class ExpertPlacement:
     experts: int
     quant: str
     attn_dp: int
-    moe_tp: int
     moe_ep: int
 
 
 def choose_comm_backend(db: Database, family: str, phase: str, layer: ExpertPlacement) -> str | None:
     """The first backend that may run ``phase`` ("context" or "generation") of a model of ``family`` and has measured
     data for it; None where none has. A worker needs one for every phase it runs, and for context in any case."""
-    if not runs_large_ep(family) or layer.moe_tp != 1:
-        return None
-    return db.kept(("comm backend", phase, layer), lambda: _choose(db, phase, layer))
 
+    def look() -> str | None:
+        if not _covers_experts(db, phase, layer):
+            return None
+        may_run = (backend for backend in BACKENDS.values() if _feasible(backend, db, phase, layer))
+        return next((backend.name for backend in may_run if _covers_exchange(backend, db, phase, layer)), None)
 
-def _choose(db: Database, phase: str, layer: ExpertPlacement) -> str | None:
-    if not _covers_experts(db, phase, layer):
-        return None
-    return next(
-        (
-            backend.name
-            for backend in BACKENDS.values()
-            if _feasible(backend, db, phase, layer) and _covers_exchange(backend, db, phase, layer)
-        ),
-        None,
-    )
+    return db.kept(("comm backend", phase, layer), look) if runs_large_ep(family) else None
 
 
 def _feasible(backend: CommBackend, db: Database, phase: str, layer: ExpertPlacement) -> bool:
@@ -81,17 +73,7 @@ def _covers_exchange(backend: CommBackend, db: Database, phase: str, layer: Expe
 
 
 def _covers_experts(db: Database, phase: str, layer: ExpertPlacement) -> bool:
-    shape: dict[str, str | int] = {
-        "moe_dtype": layer.quant,
-        "topk": layer.topk,
-        "num_experts": layer.experts,
-        "hidden_size": layer.hidden,
-        "inter_size": layer.inter,
-        "moe_tp_size": 1,
-        "moe_ep_size": layer.moe_ep,
-    }
-    own = db.find("moe_expert_compute")
-    if own is not None and own.holds(**shape, inference_phase=phase):
-        return True
-    ordinary = db.find("moe") if db.backend in ORDINARY_EXPERTS else None
-    return ordinary is not None and ordinary.holds(**shape)
+    sizes = {"topk": layer.topk, "num_experts": layer.experts, "hidden_size": layer.hidden, "inter_size": layer.inter}
+    shape: dict[str, Any] = {"moe_dtype": layer.quant, **sizes, "moe_tp_size": 1, "moe_ep_size": layer.moe_ep}
+    own, ordinary = db.find("moe_expert_compute"), db.find("moe") if db.backend in ORDINARY_EXPERTS else None
+    return bool(own and own.holds(**shape, inference_phase=phase)) or bool(ordinary and ordinary.holds(**shape))

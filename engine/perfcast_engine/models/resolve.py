@@ -172,7 +172,7 @@ def exchange(config: EngineConfig, spec: ModelSpec, parallel: ParallelConfig, mo
 
 def _placement(spec: ModelSpec, moe: str, attn_dp: int, ep: int) -> ExpertPlacement:
     routed = {name: getattr(spec.moe, name) for name in ("inter", "topk", "experts")}
-    return ExpertPlacement(hidden=spec.hidden, **routed, quant=moe, attn_dp=attn_dp, moe_tp=1, moe_ep=ep)
+    return ExpertPlacement(hidden=spec.hidden, **routed, quant=moe, attn_dp=attn_dp, moe_ep=ep)
 
 
 def _reaches_large_ep(config: EngineConfig, spec: ModelSpec, moe: str, db: Database) -> bool:
