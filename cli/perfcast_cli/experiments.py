@@ -18,7 +18,7 @@ from perfcast_client.search import SearchTask
 
 from perfcast_cli import options, shown
 from perfcast_cli.local import connected
-from perfcast_cli.output import as_json, sourced, text_of
+from perfcast_cli.output import as_json, sourced, text_of, to_reader
 
 MAX_EXPERIMENTS = 256
 EXAMPLE = """\b
@@ -166,10 +166,10 @@ def exp(
         for name, result in run(asked, ask, executor):
             found[name] = result
             if not json_:
-                _show(name, result, plot)
+                to_reader(partial(_show, name, result, plot))
     results = {name: result for name, result in found.items() if isinstance(result, SearchResult)}
     if json_:
-        as_json({name: _plain(result) for name, result in found.items()})
+        to_reader(lambda: as_json({name: _plain(result) for name, result in found.items()}))
     if out is not None and results:
         from perfcast_cli.report import write
 

@@ -76,12 +76,17 @@ def explain(
 
 
 def _explained(what: tuple[str, ...], engine_file: tuple[Path, ...], is_moe: bool | None) -> dict[str, Any]:
-    if len(what) > 1 or not what[0].endswith((".yaml", ".yml")):
+    if len(what) > 1 or not _names_a_file(what[0]):
         engines = {path.name: path.read_text(errors="replace") for path in engine_file}
         return explain_command(what, engine_files=engines, is_moe=is_moe)
     if not Path(what[0]).is_file():
-        raise InvalidField("manifest", f"{what[0]} is no file", "missing")
+        raise InvalidField("manifest", f"{what[0]!r} is no file", "missing")
     return explain_manifest(Path(what[0]).read_text(errors="replace"), is_moe=is_moe)
+
+
+def _names_a_file(word: str) -> bool:
+    """Whether the only word is meant as a manifest, be there one or not; no engine starts by one word like that."""
+    return not word.strip() or word.endswith((".yaml", ".yml")) or (len(word.split()) == 1 and "/" in word)
 
 
 def _estimated(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -49,6 +51,15 @@ def text_of(path: Path) -> str:
 
 def as_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
+
+
+def to_reader(show: Callable[[], None]) -> None:
+    """Print by ``show``. Where who reads it closed the pipe, that ends the printing and nothing else."""
+    try:
+        show()
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # an exit is what rich makes of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def sourced(command: Command) -> Command:

@@ -16,7 +16,7 @@ from perfcast_client.search import SearchTask, Space, Targets
 
 from perfcast_cli import options, shown
 from perfcast_cli.local import connected
-from perfcast_cli.output import as_json, sourced
+from perfcast_cli.output import as_json, sourced, to_reader
 
 BACKENDS = ("trtllm", "sglang", "vllm")
 PLAIN = (
@@ -162,10 +162,7 @@ def _last(
 
 def _finish(result: SearchResult, given: dict[str, Any], asked: Questions, load: str = "") -> None:
     """Print, write, and exit with 1 where nothing meets the targets."""
-    if given["json_"]:
-        as_json(result.to_dict())
-    else:
-        shown.search_result(result, given["plot"], load)
+    to_reader(lambda: as_json(result.to_dict()) if given["json_"] else shown.search_result(result, given["plot"], load))
     if given["out"] is not None:
         from perfcast_cli import report
 

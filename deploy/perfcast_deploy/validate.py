@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import yaml
-from perfcast_engine.errors import DataCorrupt, EngineError, InvalidField
+from perfcast_engine.errors import EngineError, InvalidField
 
 from perfcast_deploy.catalog import data_file
 
@@ -35,24 +35,24 @@ def _validator(kind: str) -> Any:
 
 @contextmanager
 def well_formed(what: str) -> Iterator[None]:
-    """Files of others can lack or twist anything: what trips over their shape is a typed error."""
+    """Files of others can lack or twist anything: what trips over their shape is InvalidField, naming ``what``."""
     try:
         yield
     except EngineError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise DataCorrupt(f"{what} has an unexpected shape: {type(error).__name__}: {error}", file=what) from error
+        raise InvalidField(what, f"has an unexpected shape: {type(error).__name__}: {error}", "shape") from error
 
 
 def read_yaml(name: str, text: str) -> list[dict[str, Any]]:
-    """The documents of a file; damaged YAML, and what aliases would blow up, is a typed error."""
+    """The documents of a file; InvalidField, naming it, for damaged YAML and for what aliases would blow up."""
     try:
         documents = [document for document in yaml.load_all(text, LOADER) if document is not None]
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise DataCorrupt(f"{name} is no YAML: {' '.join(str(error).split())[:300]}", file=name) from error
+        raise InvalidField(name, f"is no YAML: {' '.join(str(error).split())[:300]}", "yaml") from error
     _check_size(name, documents)
     if not all(isinstance(document, dict) for document in documents):
-        raise DataCorrupt(f"{name} holds something other than mappings", file=name)
+        raise InvalidField(name, "holds something other than mappings", "shape")
     return documents
 
 
@@ -67,7 +67,7 @@ def _check_size(name: str, tree: Any) -> None:
             break
         level = [child for node in parents for child in (node.values() if isinstance(node, dict) else node)]
     if level:
-        raise DataCorrupt(f"{name} is nested or repeated beyond all measure", file=name)
+        raise InvalidField(name, "is nested or repeated beyond all measure", "size")
 
 
 def problems(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -92,7 +92,7 @@ def require_valid(files: Mapping[str, str]) -> None:
 
 
 def read_json(name: str, text: str) -> Any:
-    """JSON without the non-numbers that Python would let through."""
+    """JSON without the non-numbers that Python would let through; InvalidField, naming the file, for anything else."""
 
     def refuse(token: str) -> Any:
         raise InvalidField(name, f"holds {token}, which is no number", "range")
@@ -100,4 +100,4 @@ def read_json(name: str, text: str) -> Any:
     try:
         return json.loads(text, parse_constant=refuse)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataCorrupt(f"{name} is no JSON: {error}", file=name) from error
+        raise InvalidField(name, f"is no JSON: {error}", "json") from error

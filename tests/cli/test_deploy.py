@@ -210,6 +210,16 @@ def test_what_cannot_be_explained(arguments: list[str]) -> None:
     assert "Traceback" not in run("explain", *arguments, code=1)
 
 
+@pytest.mark.parametrize("path", ["", " ", "deploy/nowhere", "/nonexistent.yaml", "/"])
+def test_a_manifest_that_is_not_there_is_named(path: str) -> None:
+    assert f"manifest: {path!r} is no file [INVALID_FIELD]" in run("explain", path, code=1)
+
+
+def test_a_broken_manifest_is_an_error_of_who_gave_it(tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("a: [")
+    assert re.search(r"is no YAML: .* \[INVALID_FIELD\]", run("explain", str(tmp_path / "broken.yaml"), code=1))
+
+
 def test_targets_are_listed() -> None:
     assert "DynamoGraphDeployment" in run("targets")
     assert "max-num-seqs" in run("targets", "vllm") and "1.3.0" in run("targets", "releases", "--json")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -135,6 +137,23 @@ def test_a_place_that_cannot_be_written_is_told_after_the_answer(tmp_path: Path)
     (tmp_path / "file").write_text("")
     text = run("search", *MODEL, "--backend", "trtllm", *LOAD, "--out", str(tmp_path / "file" / "out"), code=1)
     assert "best of each" in text and text.splitlines()[-1].endswith("out: Not a directory")
+
+
+@pytest.mark.parametrize("printed", [[], ["--json"]])
+def test_files_are_written_though_nobody_reads_what_is_printed(tmp_path: Path, printed: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    asked = ["search", *MODEL, *LOAD, "--backend", "trtllm", "--mode", "agg", "--out", str(tmp_path), *printed]
+    with open(write, "wb") as closed:
+        told = subprocess.run(
+            [sys.executable, "-m", "perfcast_cli", *asked],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert told.returncode == 0, told.stderr
+    assert (tmp_path / "result.json").stat().st_size and (tmp_path / "report.html").stat().st_size
+    assert b"wrote" in told.stderr and b"Broken pipe" not in told.stderr and b"Traceback" not in told.stderr
 
 
 FILE = """

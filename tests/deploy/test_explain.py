@@ -7,7 +7,7 @@ import shlex
 import pytest
 from perfcast_deploy.bundle import generate
 from perfcast_deploy.explain import explain_command, explain_manifest
-from perfcast_engine.errors import DataCorrupt, InvalidField, UnknownName
+from perfcast_engine.errors import InvalidField, UnknownName
 
 from tests.deploy.deployments import deployment, moe, role
 
@@ -81,7 +81,20 @@ def test_what_is_not_understood_is_refused(command: str, message: str) -> None:
         explained(command)
 
 
-@pytest.mark.parametrize("text", ["", "a: [", "- 1", "kind: Pod\nmetadata: {name: x}"])
-def test_manifests_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises((InvalidField, DataCorrupt)):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "kind"),
+        ("a: [", "yaml"),
+        ("- 1", "shape"),
+        ("kind: Pod\nmetadata: {name: x}", "kind"),
+        ("kind: DynamoGraphDeployment", "shape"),
+        ("kind: DynamoGraphDeployment\nmetadata: {name: x}\nspec: 1", "shape"),
+        ("a: &a [1]\n" + "b: " + "[" * 100 + "*a" + "]" * 100, "size"),
+    ],
+)
+def test_manifests_that_are_none_are_errors_of_who_gave_them(text: str, why: str) -> None:
+    with pytest.raises(InvalidField) as caught:
         explain_manifest(text)
+    assert caught.value.reason == "INVALID_FIELD" and caught.value.details["why"] == why
+    assert caught.value.details["field"].startswith("manifest")
