@@ -129,7 +129,7 @@ class Surfaced(ABC):
         """Fill in the points ``which`` from the server. False where the surface turned out to be of older data than the
         server's and was replaced."""
         if self._client is None or not self._ask:
-            raise out_of_surface(step, int(which[0]), held.domain)
+            raise out_of_surface(step, which, held.domain)
         for part in (which[i : i + ASKED_TOGETHER] for i in range(0, len(which), ASKED_TOGETHER)):
             told = yield partial(self._client.predict_many, held.engine, some(step, part))
             if told.engine.data_version != held.stamp.data_version and not final:
@@ -183,8 +183,9 @@ def _pending(ms: float | F64) -> tuple[F64, np.ndarray]:
 class LocalSurface(Surfaced):
     """Steps of one engine in this process, with the server's numbers; safe to share between threads.
 
-    Numbers give a float, arrays (N,) an array (N,) of ms. What lies outside of the surface is asked of the server, or
-    raises OutOfSurface where there is none or ``ask`` is False. ``refresh_s``: seconds between questions whether the
+    Numbers give a float, arrays (N,) an array (N,) of ms, also of no points at all. What lies outside of the surface is
+    asked of the server, or raises OutOfSurface where there is none or ``ask`` is False; what is no step at all, be it
+    for one of its points, raises InvalidRequest either way. ``refresh_s``: seconds between questions whether the
     surface still holds, asked by a thread of its own; 0 is never. ``file`` keeps the last good surface, which stands in
     while no server answers. Made by ``Client.surface``.
     """

@@ -17,7 +17,7 @@ from perfcast_surface.surface import Domain, StepSurface
 from perfcast_client.config import EngineConfig
 from perfcast_client.errors import DamagedSurface, OutOfSurface, refused
 from perfcast_client.results import F64, EngineStamp
-from perfcast_client.steps import DecodeTrajectory, Step, reals, whole, wholes
+from perfcast_client.steps import DecodeTrajectory, Step, reals, refuse_illegal, whole, wholes
 
 LARGEST = file.LARGEST  # bytes of all arrays
 METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -133,6 +133,9 @@ class Snapshot:
         arguments: dict[str, int] = {}
         if isinstance(step, DecodeTrajectory):
             arguments = {"beam": whole("beam_width", step.beam_width), "stride": whole("stride", step.stride)}
+            refuse_illegal(
+                step, {"beam_width": np.array([arguments["beam"]]), "stride": np.array([arguments["stride"]])}
+            )
         if all(np.ndim(value) == 0 for value in values):
             numbers = [whole(name, value) for name, value in zip(names, values, strict=True)]
             found: float | F64 = getattr(self.steps, method)(*numbers, **arguments)
@@ -153,7 +156,10 @@ def _same_length(names: tuple[str, ...], columns: list[np.ndarray]) -> None:
         raise refused(next(iter(lengths)), lengths, "are arrays of different lengths")
 
 
-def out_of_surface(step: Step, first: int, domain: Domain) -> OutOfSurface:
+def out_of_surface(step: Step, which: np.ndarray, domain: Domain) -> OutOfSurface:
+    """For the points ``which`` of ``step``, that are beyond the surface; InvalidRequest where one is no step at all."""
+    refuse_illegal(step, {name: column[which] for name, column in _columns(step).items()})
+    first = int(which[0])
     reaches = ", ".join(f"{name} {most}" for name, most in domain._asdict().items())
     return OutOfSurface(
         f"the surface does not reach point {first} of this {step.kind}; it reaches at most {reaches}, each by itself, "
@@ -163,8 +169,13 @@ def out_of_surface(step: Step, first: int, domain: Domain) -> OutOfSurface:
     )
 
 
-def some(step: Step, which: np.ndarray) -> Step:
-    """The points of ``step`` at the indices ``which``, as arrays."""
+def _columns(step: Step) -> dict[str, np.ndarray]:
+    """The fields of ``step`` that may differ from point to point, each (N,)."""
     names = [item.name for item in fields(step) if item.name in step.wire]
     columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(getattr(step, name))) for name in names))
-    return replace(step, **{name: column[which] for name, column in zip(names, columns, strict=True)})
+    return dict(zip(names, columns, strict=True))
+
+
+def some(step: Step, which: np.ndarray) -> Step:
+    """The points of ``step`` at the indices ``which``, as arrays."""
+    return replace(step, **{name: column[which] for name, column in _columns(step).items()})

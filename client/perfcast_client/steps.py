@@ -81,6 +81,23 @@ class Mixed:
 
 
 Step = Prefill | DecodeStep | DecodeTrajectory | Mixed
+LEAST = {"batch": 1, "isl": 1, "osl": 1, "beam_width": 1, "stride": 1}  # of counts; 0 of the others
+MOST_IMBALANCE = 1e6  # and the least is one over it
+
+
+def refuse_illegal(step: Step, columns: Mapping[str, np.ndarray]) -> None:
+    """InvalidRequest, as a server answers, for the first of the points ``columns`` (N,) that is no step at all."""
+    for name, column in columns.items():
+        if name == "imbalance":
+            good = (column == 0) | ((column >= 1 / MOST_IMBALANCE) & (column <= MOST_IMBALANCE))
+            rule = f"must lie from {1 / MOST_IMBALANCE:g} to {MOST_IMBALANCE:g}"
+        else:
+            good, rule = column >= LEAST.get(name, 0), f"must be at least {LEAST.get(name, 0)}"
+        if name == "prefix" and good.all():
+            good, rule = column < columns["isl"], "must be smaller than isl"
+        if not good.all():
+            field = f"{step.kind}.{step.wire.get(name, name)}"
+            raise refused(field, column[~good][0].item(), rule)
 
 
 def put_step(request: prediction_pb2.PredictStepRequest | prediction_pb2.StreamStepsRequest, step: Step) -> None:

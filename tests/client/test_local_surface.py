@@ -25,6 +25,7 @@ from perfcast_client import (
     errors,
 )
 from perfcast_client.snapshot import Received
+from perfcast_client.steps import Step
 from perfcast_engine.predictor import Predictor
 from perfcast_systems import ROOT
 
@@ -116,6 +117,41 @@ def test_beyond_it_without_a_server_is_an_error_of_its_own(client: Client) -> No
     assert caught.value.details["point"] == "1"
     with pytest.raises(errors.OutOfSurface):
         surface.prefill(64, 20_000)
+
+
+ILLEGAL = [
+    Prefill(0, 100),
+    Prefill(1, 0),
+    Prefill(1, 100, -1),
+    Prefill(1, 100, 100),
+    Prefill(1, 100, imbalance=float("nan")),
+    Prefill(np.array([64, 4, -2]), np.array([20_000, 100, 100])),
+    Prefill(np.array([1, 2]), 100, np.array([0, 100])),
+    DecodeStep(0, 100, 10),
+    DecodeStep(4, 100, np.array([10, 0])),
+    DecodeTrajectory(4, 0, 10),
+    DecodeTrajectory(4, 100, 10, stride=-1),
+    Mixed(-1, 4, 100, 10),
+    Mixed(64, 4, 100, 0),
+    Mixed(64, 4, 100, 10, 100),
+]
+
+
+@pytest.mark.parametrize("step", ILLEGAL, ids=repr)
+def test_what_is_no_step_at_all_is_refused_by_name_with_and_without_a_server(client: Client, step: Step) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        client.surface(CONFIG, ask=False, refresh_s=0).predict_ms(step)
+    with pytest.raises(errors.InvalidRequest) as told:
+        client.predict_many(CONFIG, step)
+    assert caught.value.details["field"] == told.value.details["field"].partition("[")[0]
+
+
+def test_no_points_have_no_answers(client: Client) -> None:
+    surface = client.surface(CONFIG, ask=False, refresh_s=0)
+    for answer in (surface.prefill([], 100), surface.mixed(64, [], 100, [], []), surface.decode([], 8, 9)):
+        assert isinstance(answer, np.ndarray) and answer.dtype == np.float64 and answer.shape == (0,)
+    with pytest.raises(errors.InvalidRequest, match="different lengths"):
+        surface.prefill([], [100, 200])
 
 
 @pytest.mark.parametrize(
