@@ -49,15 +49,10 @@ class _Collective(TokenOp):
     def price(self, db: Database, at: Points) -> Answer:
         if self.gpus <= 1:
             return Answer.zero(len(at), Source.SOL if db.mode is Mode.SOL else Source.EMPIRICAL)
-        return by_mode(
-            db,
-            Points.of(1, 1, x=self.elements(at)),
-            silicon=lambda at: self._silicon(db, at.x),
-            empirical=lambda at: self._empirical(db, at),
-            sol=lambda at: self.ring(db.system, at.x, self.gpus),
-        )
+        at = Points.of(1, 1, x=self.elements(at))
+        return by_mode(db, at, self._silicon, self._empirical, lambda db, at: self.ring(db.system, at.x, self.gpus))
 
-    def _silicon(self, db: Database, elements: F64) -> Answer:
+    def _silicon(self, db: Database, at: Points) -> Answer:
         largest = self._largest(db, self.tables)
         key = (*self.named_key, min(self.gpus, largest), *self.tail)
         # a curve is held in proportion to the message size, which the roofline is too
@@ -65,7 +60,7 @@ class _Collective(TokenOp):
         held = next((curve for curve in curves if curve.find(db) is not None), None)
         if held is None:
             raise no_slice(next(filter(None, map(db.find, self.tables)), None) or db.table(self.tables[0]), key)
-        return held.measured(db, (elements,), self.name).scaled(self._beyond(db.system, largest))
+        return held.measured(db, (at.x,), self.name).scaled(self._beyond(db.system, largest))
 
     def _beyond(self, system: SystemSpec, largest: int) -> float:
         """The factor from the largest measured group to a larger one: ring share and bandwidth per GPU."""

@@ -172,7 +172,7 @@ class Mhc(TokenOp):
         if db.mode is Mode.SOL:
             return Answer.of(self._judge(db.system, halves)(tokens), Source.SOL)
         at, slices = at.with_(x=tokens), [self._slice(db.system, half) for half in halves]
-        return total((each.price(db, at, lambda at: (at.x,), self.name) for each in slices), len(at))
+        return total((each.over_tokens(db, at, self.name) for each in slices), len(at))
 
     def _slice(self, system: SystemSpec, half: str) -> Slice:
         return Slice("mhc_module", (half, self.hc_mult, self.hidden), self._judge(system, (half,)), also=self.shape)

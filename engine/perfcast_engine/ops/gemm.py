@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -70,20 +71,20 @@ class Gemm(TokenOp):
     def _product(self, db: Database, at: Points) -> Answer:
         mode = quant.GEMM[measured_as(self.quant)]
 
-        def sol(at: Points) -> F64:
+        def sol(db: Database, at: Points) -> F64:
             return self._roofline(db, at.x).time
 
-        def silicon(at: Points) -> Answer:
+        def silicon(db: Database, at: Points) -> Answer:
             ms = _sites(db, mode).shape(at.x, float(self.n), float(self.k))
             return Answer.of(ms, Source.SILICON, miss=lambda _: self._nothing_near(mode))
 
-        def empirical(at: Points) -> Answer:
+        def empirical(db: Database, at: Points) -> Answer:
             basis = db.kept(("gemm basis", mode), lambda: _basis(db, mode))
-            return estimated(basis, (at.x, float(self.n), float(self.k)), sol(at), self.name)
+            return estimated(basis, (at.x, float(self.n), float(self.k)), sol(db, at), self.name)
 
         if self.below_grid_sol and db.mode is Mode.SILICON and _products(db, mode):
-            return or_else(silicon, lambda at: Answer.of(sol(at), Source.SOL), at, PerfDataMissing)
-        return by_mode(db, at, silicon=silicon, empirical=empirical, sol=sol)
+            return or_else(partial(silicon, db), lambda at: Answer.of(sol(db, at), Source.SOL), at, PerfDataMissing)
+        return by_mode(db, at, silicon, empirical, sol)
 
     def _nothing_near(self, mode: QuantMode) -> PerfDataMissing:
         shape = f"n={self.n}, k={self.k}"
@@ -152,7 +153,7 @@ def _quantise(db: Database, at: Points, table: str, k: int, what: str) -> Answer
     is in proportion to its roofline, unless flat."""
     steps = Slice(table, ("fp8",), lambda m, k: db.system.memory_sol_ms(STEPS[table] * m * k))
 
-    def silicon(at: Points) -> Answer:
+    def silicon(db: Database, at: Points) -> Answer:
         m, depth = steps.surface(db).grid.floats
         inside = np.clip(at.x, m[0], m[-1]), np.clip(np.full(len(at), float(k)), depth.min(), depth.max())
         answer = steps.measured(db, inside, what)
@@ -160,11 +161,11 @@ def _quantise(db: Database, at: Points, table: str, k: int, what: str) -> Answer
         usable = (here > 0) & (there > 0) & (table != FLAT)
         return answer.scaled(np.where(usable, here, 1.0) / np.where(usable, there, 1.0))
 
-    def empirical(at: Points) -> Answer:
+    def empirical(db: Database, at: Points) -> Answer:
         query = at.x, float(k)
         surface, here = steps.find(db), steps.sol(*query)
         if surface is None or table != FLAT:
-            return estimated(steps.basis(db), query, here, what)
+            return steps.estimated(db, query, what)
         space = db.kept("computescale space", lambda: LogSpace.of(surface.grid.floats))
         near = space.nearest(query, 1, clip=False)[0][0]
         ms, there = surface.grid.ms[near], surface.leaf_sol[near]
@@ -172,4 +173,4 @@ def _quantise(db: Database, at: Points, table: str, k: int, what: str) -> Answer
         ratio = np.where(here > 0, here, np.nan) / np.where(known, there, 1.0)
         return Answer.of(np.where(known, ratio * ms, 0.0), Source.EMPIRICAL, Tier.EMPIRICAL, miss=no_basis(what))
 
-    return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda at: steps.sol(at.x, k))
+    return by_mode(db, at, silicon, empirical, lambda _, at: steps.sol(at.x, k))

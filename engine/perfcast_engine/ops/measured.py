@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -34,23 +35,19 @@ class Basis(NamedTuple):
     k: float = 1.0
 
 
+Price = Callable[[Database, Points], Answer]
+
+
 def by_mode(
-    db: Database,
-    at: Points,
-    *,
-    silicon: Callable[[Points], Answer],
-    empirical: Callable[[Points], Answer],
-    sol: Callable[[Points], F64],
+    db: Database, at: Points, silicon: Price, empirical: Price, sol: Callable[[Database, Points], F64]
 ) -> Answer:
     """One table query as the database's mode wants it (spec/02 section 2). Read every rate the query needs BEFORE
     calling this: a missing rate wins over missing data in every mode."""
     if db.mode is Mode.SOL:
-        return Answer.of(sol(at), Source.SOL)
-    if db.mode is Mode.EMPIRICAL:
-        return empirical(at)
-    if db.mode is Mode.SILICON:
-        return silicon(at)
-    return or_else(silicon, empirical, at, PerfDataMissing)
+        return Answer.of(sol(db, at), Source.SOL)
+    if db.mode is Mode.HYBRID:
+        return or_else(partial(silicon, db), partial(empirical, db), at, PerfDataMissing)
+    return silicon(db, at) if db.mode is Mode.SILICON else empirical(db, at)
 
 
 def measured_only(db: Database, at: Points, price: Callable[[Points], Answer], what: str) -> Answer:
@@ -113,14 +110,18 @@ class Slice:
 
         return Answer.of(resolved.ms, Source.SILICON, energy=resolved.energy, miss=miss)
 
-    def price(self, db: Database, at: Points, query: Callable[[Points], Query], what: str) -> Answer:
-        """The latency at ``query`` of each point, by the database's mode."""
+    def estimated(self, db: Database, query: Query, what: str) -> Answer:
+        """The roofline at each query by the utilisation of the nearest measurements."""
+        return estimated(self.basis(db), query, self.sol(*query), what)
+
+    def over_tokens(self, db: Database, at: Points, what: str) -> Answer:
+        """The latency at the tokens of each point, by the database's mode."""
         return by_mode(
             db,
             at,
-            silicon=lambda at: self.measured(db, query(at), what),
-            empirical=lambda at: estimated(self.basis(db), query(at), self.sol(*query(at)), what),
-            sol=lambda at: self.sol(*query(at)),
+            lambda db, at: self.measured(db, (at.x,), what),
+            lambda db, at: self.estimated(db, (at.x,), what),
+            lambda _, at: self.sol(at.x),
         )
 
 
@@ -250,23 +251,17 @@ class Attention(Op):
 
     def price(self, db: Database, at: Points) -> Answer:
         self.rates(db.system)
-        return total((self.piece(db, part) for part in self.parts(at)), len(at))
+        pieces = (by_mode(db, part, self.silicon, self.empirical, self.sol_ms) for part in self.parts(at))
+        return total(pieces, len(at))
 
-    def piece(self, db: Database, at: Points) -> Answer:
-        """Points that are computed in one piece, as the mode of ``db`` has it."""
-        return by_mode(
-            db,
-            at,
-            silicon=lambda at: self.silicon(db, at),
-            empirical=lambda at: self.empirical(db, at),
-            sol=lambda at: self.split(db.system, at).time,
-        )
+    def sol_ms(self, db: Database, at: Points) -> F64:
+        return self.split(db.system, at).time
 
     def silicon(self, db: Database, at: Points) -> Answer:
         return self.slice(db).measured(db, self.query(at), self.name)
 
     def empirical(self, db: Database, at: Points) -> Answer:
-        return estimated(self.basis(db), self.query(at), self.split(db.system, at).time, self.name)
+        return estimated(self.basis(db), self.query(at), self.sol_ms(db, at), self.name)
 
     def terms(self, db: Database) -> tuple[Term, ...] | None:
         if not db.mode.shared:

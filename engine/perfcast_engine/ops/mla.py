@@ -20,7 +20,6 @@ from perfcast_engine.ops.measured import (
     Prefill,
     Slice,
     by_mode,
-    estimated,
     nearest_below,
 )
 from perfcast_engine.ops.roofline import roofline
@@ -121,14 +120,13 @@ class MlaBmm(Op):
             key = (self.quant if held else self.default_quant, self.measured_as, heads)
             return Slice(self.table, key, lambda rows: judge(rows).time, also=self.quant)
 
-        def silicon(at: Points) -> Answer:
-            return curve(self.measured_as).measured(db, (at.batch,), self.name).scaled(share)
-
-        def empirical(at: Points) -> Answer:
-            kept = curve()
-            return estimated(kept.basis(db), (at.batch,), kept.sol(at.batch), self.name).scaled(share)
-
-        return by_mode(db, at, silicon=silicon, empirical=empirical, sol=lambda at: self.sol(db, at).time)
+        return by_mode(
+            db,
+            at,
+            lambda db, at: curve(self.measured_as).measured(db, (at.batch,), self.name).scaled(share),
+            lambda db, at: curve().estimated(db, (at.batch,), self.name).scaled(share),
+            lambda db, at: self.sol(db, at).time,
+        )
 
     def _measured_heads(self, db: Database) -> int:
         """The heads whose curve answers, scaled: our own if a power of two or measured, else the next power of two."""

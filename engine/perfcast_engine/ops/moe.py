@@ -102,13 +102,10 @@ class Moe(Experts):
         self.rate(db.system)
         if (db.backend, self.moe_backend) in RETIRED and db.mode is not Mode.SOL:
             raise PerfDataMissing(f"{self.name}: {db.backend} retired the fused {self.moe_backend} path", op=self.name)
-        return by_mode(
-            db,
-            self._pooled(at),
-            silicon=lambda at: self.measured(db, at),
-            empirical=lambda at: self._estimated(db, at),
-            sol=lambda at: self.roofline(db.system, at.x).time,
-        )
+        return by_mode(db, self._pooled(at), self.measured, self._estimated, self._sol_ms)
+
+    def _sol_ms(self, db: Database, at: Points) -> F64:
+        return self.roofline(db.system, at.x).time
 
     def _pooled(self, at: Points) -> Points:
         """Every attention-DP rank's tokens meet in the shared expert pool."""
@@ -124,7 +121,7 @@ class Moe(Experts):
     def _estimated(self, db: Database, at: Points) -> Answer:
         def ask(table: str, at: Points) -> Answer:
             basis = db.kept(("expert basis", table, self.shape), lambda: self._basis(db, table))
-            return estimated(basis, (at.x,), self.roofline(db.system, at.x).time, self.name)
+            return estimated(basis, (at.x,), self._sol_ms(db, at), self.name)
 
         if db.find(STANDARD) is None and db.find(LOW_LATENCY) is None:
             # The reference fails on the data where it would have read several quantisations, on the basis elsewhere.

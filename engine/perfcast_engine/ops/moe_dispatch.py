@@ -110,4 +110,4 @@ class MoeDispatch(Op):
             return tokens * moved / (system.inter_node_bw if nodes > 1 else system.intra_node_bw) * 1000
 
         curve = Slice("trtllm_alltoall", key, sol, also=(step.packed, self.quant))
-        return curve.price(db, at, lambda at: (at.x,), self.name)
+        return curve.over_tokens(db, at, self.name)
