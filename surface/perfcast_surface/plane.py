@@ -91,15 +91,22 @@ class Plane:
     power: Plane | None = None
 
     @classmethod
-    def of(cls, coords: tuple[Ints, ...], values: F64, roots: bool = False, lead: float | None = None) -> Plane | None:
-        """From leaves in nested order, all of them or at coordinate ``lead`` of the first axis. None where the
-        combinations are too many."""
+    def of(
+        cls,
+        coords: tuple[Ints, ...],
+        values: F64,
+        roots: bool = False,
+        lead: float | None = None,
+        held: bool = False,
+    ) -> Plane | None:
+        """From leaves in nested order, all of them or at coordinate ``lead`` of the first axis. ``held``: beyond the
+        ends of a row its last value counts, not NaN. None where the combinations are too many."""
         knots = [np.unique(column).astype(np.float64) for column in coords]
         if lead is not None:
             knots[0] = np.array([lead])
         if np.prod([len(k) + 2 for k in knots]) > CELLS:
             return None
-        full = _resampled(coords, values, knots)
+        full = _resampled(coords, values, knots, held)
         if lead is not None:
             full, knots = full[0], knots[1:]
         return cls(tuple(map(Axis, knots)), np.pad(full, 1, constant_values=np.nan), roots)
@@ -208,25 +215,25 @@ class Plane:
         return ms * here / there if 0 < here < inf and 0 < there < inf else ms
 
 
-def _resampled(coords: tuple[Ints, ...], values: F64, knots: list[F64]) -> F64:
-    """Values at the combinations of ``knots``, NaN outside of each row."""
+def _resampled(coords: tuple[Ints, ...], values: F64, knots: list[F64], held: bool) -> F64:
+    """Values at the combinations of ``knots``; outside of each row NaN, or those of its ends."""
     if len(coords) == 1:
-        return np.interp(knots[0], coords[0], values, left=np.nan, right=np.nan)
+        beyond = None if held else np.nan
+        return np.interp(knots[0], coords[0], values, left=beyond, right=beyond)
     keys, first = np.unique(coords[0], return_index=True)
     rows = np.stack(
         [
-            _resampled(tuple(column[lo:hi] for column in coords[1:]), values[lo:hi], knots[1:])
+            _resampled(tuple(column[lo:hi] for column in coords[1:]), values[lo:hi], knots[1:], held)
             for lo, hi in zip(first, [*first[1:], len(values)], strict=True)
         ]
     )
     if np.array_equal(keys, knots[0]):
         return rows
-    low = np.searchsorted(keys, knots[0], "right") - 1
-    inside = (low >= 0) & (knots[0] <= keys[-1])
-    low = np.where(inside, low, 0)
+    low = np.maximum(np.searchsorted(keys, knots[0], "right") - 1, 0)
     high = np.where(keys[low] == knots[0], low, np.minimum(low + 1, len(keys) - 1))
     width = np.maximum(keys[high] - keys[low], 1)
-    weight = ((knots[0] - keys[low]) / width).reshape(-1, *[1] * (rows.ndim - 1))
+    weight = np.clip((knots[0] - keys[low]) / width, 0, 1).reshape(-1, *[1] * (rows.ndim - 1))
     out: F64 = rows[low] + (rows[high] - rows[low]) * weight
-    out[~inside] = np.nan
+    if not held:
+        out[(knots[0] < keys[0]) | (knots[0] > keys[-1])] = np.nan
     return out

@@ -10,7 +10,7 @@ import numpy as np
 
 from perfcast_engine.answer import F64, Answer, Points, Source, Tier, choose
 from perfcast_engine.ops.base import Split, TokenOp
-from perfcast_engine.ops.measured import Slice, by_mode, estimated, no_slice
+from perfcast_engine.ops.measured import Slice, by_mode, estimated
 from perfcast_engine.quant import COMM
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
@@ -53,13 +53,12 @@ class _Collective(TokenOp):
         return by_mode(db, at, self._silicon, self._empirical, lambda db, at: self.ring(db.system, at.x, self.gpus))
 
     def _silicon(self, db: Database, at: Points) -> Answer:
-        largest = self._largest(db, self.tables)
+        present = self._present(db)
+        largest = self._largest(db, present)
         key = (*self.named_key, min(self.gpus, largest), *self.tail)
         # a curve is held in proportion to the message size, which the roofline is too
-        curves = [Slice(table, key, lambda size: size) for table in self.tables]
-        held = next((curve for curve in curves if curve.find(db) is not None), None)
-        if held is None:
-            raise no_slice(next(filter(None, map(db.find, self.tables)), None) or db.table(self.tables[0]), key)
+        curves = [Slice(table, key, lambda size: size) for table in present]
+        held = next((curve for curve in curves if curve.find(db) is not None), curves[0])
         return held.measured(db, (at.x,), self.name).scaled(self._beyond(db.system, largest))
 
     def _beyond(self, system: SystemSpec, largest: int) -> float:
@@ -75,16 +74,20 @@ class _Collective(TokenOp):
         return choose(moves, lambda some: self._estimate(db, some.x), lambda _: nothing, at)
 
     def _estimate(self, db: Database, elements: F64) -> Answer:
-        table = next((table for table in self.tables if db.find(table) is not None), self.tables[0])
-        group = min(self.gpus, self._largest(db, (table,)))
+        table = self._present(db)[0]
+        group = min(self.gpus, self._largest(db, [table]))
         key = (*self.named_key, group, *self.tail)
         curve = Slice(table, key, lambda size: self.ring(db.system, size, group), also="util")
         basis = curve.basis(db)._replace(tier=Tier.EMPIRICAL if group == self.gpus else Tier.XSHAPE)
         return estimated(basis, (elements,), self.ring(db.system, elements, self.gpus), self.name)
 
-    def _largest(self, db: Database, names: tuple[str, ...]) -> int:
+    def _present(self, db: Database) -> list[str]:
+        """The tables that there are, else the preferred one."""
+        return [table for table in self.tables if db.find(table) is not None] or [self.tables[0]]
+
+    def _largest(self, db: Database, names: list[str]) -> int:
         """The largest measured group; the asked one where none was measured."""
-        tables = [table for table in map(db.find, names) if table is not None]
+        tables = filter(None, map(db.find, names))
         return max((int(gpus) for table in tables for gpus in table.children(*self.named_key)), default=self.gpus)
 
 

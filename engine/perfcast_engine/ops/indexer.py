@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 from perfcast_surface.blend import Held
-from perfcast_surface.plane import Axis, Plane
+from perfcast_surface.plane import Plane
 
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import PerfDataMissing
@@ -41,7 +41,9 @@ def _excess(db: Database, heads: int, variant: str) -> Held | None:
     if not len(here):
         return None
     excess = np.maximum(0.0, flat.ms[here] - last.ms[there])
-    return held(reversed_axes(Grid.of([c[here] for c in flat.coords], excess)))
+    batch_first = reversed_axes(Grid.of([c[here] for c in flat.coords], excess))
+    plane = Plane.of(batch_first.coords, batch_first.ms, held=True)
+    return None if plane is None else Held(plane)
 
 
 def chunk_of(s: F64, cp: int) -> F64:
@@ -110,25 +112,7 @@ def _mqa_logits(db: Database, heads: int, tp: int, at: Points) -> F64:
     return np.bincount(point, ms, minlength=len(at)).astype(np.float64)
 
 
-# Nested grids read without rooflines: linear and held at their ends, or nearest (spec/04 sections 4.3 and 9).
-
-
-def held(grid: Grid) -> Held:
-    """``grid`` read linearly on every axis, where a coordinate beyond the keys of a node counts as the nearest one."""
-    # a piecewise linear function stays the same when it is told at more knots
-    knots = [np.unique(column).astype(np.float64) for column in grid.coords]
-    every = np.meshgrid(*knots, indexing="ij")
-    values = _linear(grid, tuple(axis.ravel() for axis in every)).reshape(every[0].shape)
-    return Held(Plane(tuple(map(Axis, knots)), np.pad(values, 1, constant_values=np.nan)))
-
-
-def _linear(grid: Grid, query: Coords) -> F64:
-    nodes, weights = np.zeros((1, len(query[0])), np.int64), np.ones((1, len(query[0])))
-    for level, c in zip(grid.levels, query, strict=True):
-        low, high, t = _bracket(level, nodes, c)
-        nodes, weights = np.concatenate([low, high]), np.concatenate([weights * (1 - t), weights * t])
-    total: F64 = np.sum(grid.ms[nodes] * weights, axis=0)
-    return total
+# Nested grids read without rooflines (spec/04 section 9).
 
 
 def nearest_curve(grid: Grid, query: Coords) -> F64:

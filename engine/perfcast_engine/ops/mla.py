@@ -155,15 +155,10 @@ class _WideEp(Attention):
         return Op.sol(self, db, at)
 
     def key(self, db: Database) -> tuple[Key, ...]:
-        found = db.find(self.table)
-        asked = self.attn_backend
-        stands_in = (
-            asked in ASKABLE
-            and found is not None
-            and found.rows(asked, *self.named_key) is None
-            and found.rows(STAND_IN, *self.named_key) is not None
-        )
-        return STAND_IN if stands_in else asked, *self.named_key
+        """Of its kernel; of the one that stands in where only that was measured."""
+        found, kernels = db.find(self.table), [self.attn_backend, *([STAND_IN] if self.attn_backend in ASKABLE else [])]
+        held = (kernel for kernel in kernels if found and found.rows(kernel, *self.named_key) is not None)
+        return next(held, self.attn_backend), *self.named_key
 
     def slice(self, db: Database) -> Slice:
         db.table(self.table)

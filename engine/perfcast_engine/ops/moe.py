@@ -13,7 +13,7 @@ from perfcast_engine.errors import PerfDataMissing
 from perfcast_engine.interp.util import LogSpace
 from perfcast_engine.ops.base import Op, Split
 from perfcast_engine.ops.measured import Basis, Slice, by_mode, estimated
-from perfcast_engine.quant import MOE
+from perfcast_engine.quant import MOE, QuantMode
 from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database, Mode
 from perfcast_engine.tables.table import Key
@@ -158,35 +158,30 @@ class Moe(Experts):
         found, own = db.find(table), self.curve(db, table).basis(db)
         if found is None or own.util is not None:
             return own
-        mine = MOE[self.quant].profile
-        quants = [name for name in map(str, found.children()) if name in MOE and name != self.quant]
-        near, tier = None, Tier.XSHAPE
-        if Tier.XSHAPE in db.policy:
-            near = self._nearest(db, table, [self.quant])
-        if near is None and Tier.XQUANT in db.policy:
-            near, tier = self._nearest(db, table, [q for q in quants if MOE[q].profile == mine]), Tier.XQUANT
-        if near is not None:
-            borrowed = near.curve(db, table, replace(near, quant=self.quant)).basis(db)
-            if borrowed.util is not None:
-                return borrowed._replace(tier=tier)
-        others = [MOE[q] for q in quants if MOE[q].profile != mine] if Tier.XPROFILE in db.policy else []
-        for mode in sorted(others, key=lambda mode: abs(mode.bytes - mine[0]) + abs(mode.compute - mine[1])):
-            near = self._nearest(db, table, [mode.name])
+        mine = MOE[self.quant]
+        others = [MOE[str(name)] for name in found.children() if name in MOE and name != self.quant]
+        unlike = [mode for mode in others if mode.profile != mine.profile]
+        unlike.sort(key=lambda mode: abs(mode.bytes - mine.bytes) + abs(mode.compute - mine.compute))
+        rungs = [(Tier.XSHAPE, [mine]), (Tier.XQUANT, [mode for mode in others if mode.profile == mine.profile])]
+        for tier, modes in (*rungs, *((Tier.XPROFILE, [mode]) for mode in unlike)):
+            near = self._nearest(db, table, modes) if tier in db.policy else None
             if near is not None:
-                k = MOE[self.quant].efficiency / mode.efficiency
-                return near.curve(db, table).basis(db)._replace(tier=Tier.XPROFILE, k=k)
+                judge = near if tier is Tier.XPROFILE else replace(near, quant=self.quant)
+                basis = near.curve(db, table, judge).basis(db)
+                if basis.util is not None:
+                    return basis._replace(tier=tier, k=mine.efficiency / MOE[judge.quant].efficiency)
         return Basis(None)
 
-    def _nearest(self, db: Database, table: str, quants: Iterable[str]) -> Moe | None:
-        """The layer most similar by normalised logarithms of ``FEATURES``, of those measured in ``quants`` at the same
+    def _nearest(self, db: Database, table: str, modes: Iterable[QuantMode]) -> Moe | None:
+        """The layer most similar by normalised logarithms of ``FEATURES``, of those measured in ``modes`` at the same
         split over ranks; the first of equals by quantisation and shape. None where there is none."""
         found, quants_of, shapes = db.table(table), list[str](), list[np.ndarray]()
-        for quant in quants:
-            rows = found.rows(*replace(self, quant=quant).head(db, table))
+        for mode in modes:
+            rows = found.rows(*replace(self, quant=mode.name).head(db, table))
             if rows is not None:
                 measured = np.stack([column[rows] for column in found.columns[2:8]], axis=1)
                 same = np.unique(measured[(measured[:, 4:] == (self.moe_tp, self.moe_ep)).all(axis=1)], axis=0)
-                quants_of += [quant] * len(same)
+                quants_of += [mode.name] * len(same)
                 shapes += list(same)
         if not shapes:
             return None
