@@ -88,7 +88,15 @@ class Grid:
         return tuple(levels)
 
     def interior(self, query: Coords, sol: Sol, sqrt_axis: int | None) -> tuple[F64, F64 | None]:
-        """Latency and power at each query, NaN latency where it lies outside. See ``Surface.at``."""
+        """Latency and power at each query, NaN where it lies outside. See ``Surface.at``."""
+        ends = ((c, level.known) for c, level in zip(query, self.levels, strict=True))
+        spanned = np.logical_and.reduce([(known[0] <= c) & (c <= known[-1]) for c, known in ends])
+        if not spanned.all():
+            found = np.full((2, len(spanned)), np.nan)
+            if spanned.any():
+                ms, power = self.interior(tuple(c[spanned] for c in query), sol, sqrt_axis)
+                found[:, spanned] = ms, ms if power is None else power
+            return found[0], None if self.power is None else found[1]
         nodes = np.zeros((1, len(query[0])), np.int64)
         steps = []
         for level, c in zip(self.levels, query, strict=True):
