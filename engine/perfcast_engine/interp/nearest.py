@@ -21,6 +21,7 @@ TOGETHER = 512  # queries that are compared at once
 BOX = 0.25  # queries in boxes whose corners are multiples of it share their candidates
 BOXES = 1 << 12  # that are kept
 FAMILY = 16  # half steps; boxes that lie in as many are pruned together
+FEW = 32  # boxes that are one family, or one on each side of 0
 MOST_CODES = 1 << 62
 SLACK = 1e-9  # on bounds, relative to squared distances, for rounding
 
@@ -73,7 +74,7 @@ class Samples:
         names = [(column.tobytes(), count) for column in np.ascontiguousarray(places.T)]
         found = {name: self._boxes[name] for name in names if name in self._boxes}
         new = np.array([i for i, name in enumerate(names) if name not in found], np.intp)
-        wide, inside = _distinct(places[:, new] // FAMILY)
+        wide, inside = _distinct(places[:, new] // (FAMILY if len(new) > FEW else MOST_CODES))
         for family in range(wide.shape[1]):
             some = new[inside == family]
             box = places[:, some]
