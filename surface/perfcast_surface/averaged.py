@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from math import nan
 
 import numpy as np
@@ -48,10 +49,14 @@ class Averaged:
         a += b * self._weight.take(batch, mode="clip")
         return a
 
+    @cached_property
+    def _around(self) -> list[tuple[int, int, float]]:
+        """By batch: the rows around it, and the weight of the upper one."""
+        return list(zip(self._low.tolist(), self._high.tolist(), self._weight.tolist(), strict=True))
+
     def one(self, scale: float = 1.0) -> Callable[..., float]:
         """``at`` for a single (batch, length), and whatever follows; times ``scale``."""
-        means, width = self._means.ravel().data, self._rows
-        around = list(zip(self._low.tolist(), self._high.tolist(), self._weight.tolist(), strict=True))
+        means, width, around = self._means.ravel().data, self._rows, self._around
 
         def one(batch: int, length: int, _: int = 0) -> float:
             try:
