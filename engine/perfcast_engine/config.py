@@ -6,9 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from enum import Enum
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from perfcast_engine import quant
 from perfcast_engine.errors import InvalidField, check_whole
@@ -138,15 +137,6 @@ class EngineConfig:
     @cached_property
     def handle(self) -> str:
         """Content hash of the whole configuration, the same in every process."""
-        text = json.dumps(_canonical(asdict(self)), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        # of what it holds, JSON has no form for sets only
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), default=sorted)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _canonical(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _canonical(member) for key, member in value.items()}
-    if isinstance(value, list | tuple):
-        return [_canonical(member) for member in value]
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    return value.value if isinstance(value, Enum) else value

@@ -41,12 +41,27 @@ class Reader:
     def get(self, name: str) -> Any:
         return self.data.get(name)
 
+    def _of(self, kind: Any, name: str, must: str, default: Any) -> Any:
+        """The value called ``name``, of type ``kind``; ``default`` where it is absent."""
+        value = self.data.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise self.refuse(name, must)
+        return default if value is None else value
+
     def object(self, name: str) -> Reader:
         """The object called ``name``; an empty one where it is absent."""
-        value = self.data.get(name)
-        if value is not None and not isinstance(value, Mapping):
-            raise self.refuse(name, "must be an object")
-        return Reader(value or {}, f"{self.path}.{name}")
+        return Reader(self._of(Mapping, name, "must be an object", {}), f"{self.path}.{name}")
+
+    def text(self, name: str) -> str:
+        return str(self._of(str, name, "must be a string", ""))
+
+    def flag(self, name: str) -> bool:
+        return bool(self._of(bool, name, "must be true or false", False))
+
+    def items(self, name: str) -> Sequence[Any]:
+        """The array called ``name``; empty where it is absent."""
+        array: Sequence[Any] = self._of(list | tuple, name, "must be an array", ())
+        return array
 
     def integer(self, *names: str, default: int | None = None, least: int = 0, falsy: bool = True) -> int:
         """The first of ``names`` that is not null (nor zero, unless ``falsy`` values count); ``default`` after that."""
@@ -62,35 +77,10 @@ class Reader:
         return default
 
     def number(self, name: str, default: float) -> float:
-        value = self.data.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
-            raise self.refuse(name, f"must be a number from 0 to {LARGEST}")
+        value = self._of(int | float, name, must := f"must be a number from 0 to {LARGEST}", default)
+        if isinstance(value, bool) or not 0 <= value <= LARGEST:
+            raise self.refuse(name, must)
         return float(value)
-
-    def text(self, name: str, default: str = "") -> str:
-        value = self.data.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.refuse(name, "must be a string")
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self.data.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise self.refuse(name, "must be true or false")
-        return bool(value)
-
-    def items(self, name: str) -> Sequence[Any]:
-        """The array called ``name``; empty where it is absent."""
-        value = self.data.get(name)
-        if value is None:
-            return ()
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise self.refuse(name, "must be an array")
-        return value
 
     def strings(self, name: str) -> list[str]:
         """The strings of an array (a lone string is an array of one); empty where it is absent."""

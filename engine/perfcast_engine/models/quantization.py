@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 from perfcast_engine.config import QuantOverrides
@@ -26,6 +27,7 @@ def rows(name: str) -> Any:
     return table("models/quantisation")[name]
 
 
+@cache
 def fitting(name: str, **case: str | None) -> Mapping[str, Any]:
     """The first row of a table of which every column that ``case`` knows is as there; an empty one where none is."""
     return next((row for row in rows(name) if all(row.get(key, value) == value for key, value in case.items())), {})

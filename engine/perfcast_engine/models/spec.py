@@ -115,14 +115,11 @@ def _extra(x: Mapping[str, Any]) -> Any:
 def from_record(record: Mapping[str, Any]) -> ModelSpec:
     """The spec of one record in the registry's form (spec/05 section 14). Raises DataCorrupt."""
     try:
-        keep = record.get("keep_bf16", {})
-        named = keep.get("attn_named")
+        kept = record.get("keep_bf16", {}).items()
+        keep: Any = {f"keep_{part}": frozenset(it) if isinstance(it, list) else it for part, it in kept}
         quant = QuantFacts(
             **record.get("quant", {}),
-            keep_attn=frozenset(keep.get("attn", ())),
-            keep_attn_named=None if named is None else frozenset(named),
-            keep_shared=keep.get("shared", False),
-            keep_mlp=keep.get("mlp", False),
+            **keep,
             split=tuple(sorted(record.get("split", {}).items())),
             block_n=record.get("quant_block_n"),
         )
