@@ -185,7 +185,7 @@ class Choice:
         spec, found, capacity = self._first.spec, self.estimate(), {}
         for (name, pool), fit in zip(self.pools.items(), found.fit.values(), strict=True):
             length = self.load.isl + (0 if name == "prefill" else self.load.osl)
-            each = pool.worker.memory.kv_bytes(np.array([float(length)]))[0]
+            each = pool.worker.memory.kv.bytes(np.array([float(length)]))[0]
             if each > 0:
                 capacity[name] = math.floor(fit.kv_budget_bytes[0] / each * (1 + 1e-12)) * length
         return Facts(

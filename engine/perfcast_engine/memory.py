@@ -14,8 +14,11 @@ import numpy as np
 
 from perfcast_engine.answer import F64, Mask
 from perfcast_engine.backends import GIB, KV_TOLERANCE, WORKSPACE_FAMILIES, Backend, backend_named
+from perfcast_engine.config import ParallelConfig
 from perfcast_engine.errors import InvalidField, OutOfMemory, UnsupportedCombination
+from perfcast_engine.models.kv_cache import KvCurve
 from perfcast_engine.models.resolve import Engine
+from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.system import SystemSpec
 
 WIDTHS = (1, 2, 4, 8)  # tensor-parallel widths with figures; wider ones use the last
@@ -77,25 +80,16 @@ class KvCapacity:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """What one GPU of an engine holds. ``weight_bytes``: of all pipeline stages; ``attention_width``: heads x size;
-    ``kv_bytes``: sequence lengths (N,) to bytes of one sequence; ``kv_tokens``: bytes to the longest one."""
+    """What one GPU of an engine holds. ``weight_bytes``: of all pipeline stages; ``kv``: the cache of one sequence."""
 
     system: SystemSpec
     backend: Backend
     version: str
-    family: str
-    attention_width: int
-    hidden: int
-    experts: int
-    topk: int
-    tp: int
-    pp: int
-    dp: int
-    moe_ep: int
+    spec: ModelSpec
+    parallel: ParallelConfig
     nextn: int
     weight_bytes: float
-    kv_bytes: Callable[[F64], F64]
-    kv_tokens: Callable[[float], int]
+    kv: KvCurve
 
     @property
     def capacity(self) -> float:
@@ -105,12 +99,10 @@ class MemoryModel:
 
     @property
     def width(self) -> int:
-        width = min(self.tp, WIDTHS[-1])
-        if width not in WIDTHS:
-            raise UnsupportedCombination(
-                "tp", f"no activation figures for a width of {self.tp}; use 1, 2, 4, 8 or more"
-            )
-        return width
+        tp = self.parallel.tp
+        if tp < WIDTHS[-1] and tp not in WIDTHS:
+            raise UnsupportedCombination("tp", f"no activation figures for a width of {tp}; use 1, 2, 4, 8 or more")
+        return min(tp, WIDTHS[-1])
 
     def footprint(
         self,
@@ -136,21 +128,21 @@ class MemoryModel:
         tokens = np.where(tokens == 0, (isl - prefix) * batch, tokens) * full
         length = isl + beam * osl if max_seq_len is None else np.atleast_1d(np.asarray(max_seq_len, np.float64))
         return Footprint(
-            full * (self.weight_bytes / self.pp + encoder[0]),
+            full * (self.weight_bytes / self.parallel.pp + encoder[0]),
             self._activations(tokens, drafted, mtp) + encoder[1],
-            full * batch * self.kv_bytes(length),
+            full * batch * self.kv.bytes(length),
             full * self.system.nccl_mem.get(self.width, 0.0),
             full * (self.system.other_mem * (1 + self.backend.other_overhead)),
         )
 
     def _activations(self, tokens: F64, drafted: Any, mtp: bool) -> F64:
-        backend = self.backend
-        coefficients = backend.activation.get(self.family, backend.activation[""])
-        held = 2 * tokens * self.attention_width * coefficients[WIDTHS.index(self.width)]
-        if self.family in WORKSPACE_FAMILIES and self.experts:
-            by_hidden = "" in backend.workspace_by_hidden or self.family in backend.workspace_by_hidden
-            row = self.hidden if by_hidden else self.attention_width
-            routed = tokens * row * self.dp * self.experts * self.topk / self.moe_ep
+        spec, moe, backend, heads = self.spec, self.spec.moe, self.backend, self.spec.heads * self.spec.head_dim
+        coefficients = backend.activation.get(spec.family, backend.activation[""])
+        held = 2 * tokens * heads * coefficients[WIDTHS.index(self.width)]
+        if spec.family in WORKSPACE_FAMILIES and moe.experts:
+            by_hidden = "" in backend.workspace_by_hidden or spec.family in backend.workspace_by_hidden
+            row = spec.hidden if by_hidden else heads
+            routed = tokens * row * self.parallel.attn_dp * moe.experts * moe.topk / (self.parallel.moe_ep or 1)
             held = held + routed / WORKSPACE_BLOCK * WORKSPACE_BYTES
         held = np.maximum(held, backend.activation_floor)
         if mtp and self.nextn > 0:
@@ -170,8 +162,9 @@ class MemoryModel:
         if given is not None:
             _check_share("free_gpu_memory_fraction", given)
             return given
+        parallel = self.parallel
         if self.backend.kv_derived is not None and not fixed:
-            return self.backend.kv_derived(self.capacity, self.tp, self.pp, self.dp)
+            return self.backend.kv_derived(self.capacity, parallel.tp, parallel.pp, parallel.attn_dp)
         return next(value for prefix, value in self.backend.kv_fraction.items() if self.version.startswith(prefix))
 
     def kv_budget(
@@ -222,17 +215,17 @@ class MemoryModel:
             taken, whole = int(fixed), int(self.capacity)
             told = f"no KV budget: weights, activations and overheads take {taken} of {whole} bytes"
             raise OutOfMemory(told, fixed_bytes=str(taken), capacity_bytes=str(whole))
-        per_token = math.floor(float(self.kv_bytes(np.ones(1))[0]))
+        per_token = math.floor(float(self.kv.bytes(1)))
         if per_token <= 0:
-            raise UnsupportedCombination("model", f"no KV cache figures for the {self.family} family")
+            raise UnsupportedCombination("model", f"no KV cache figures for the {self.spec.family} family")
         left = None if tolerance is None else math.floor(math.floor(budget) * (1 - tolerance))
         return KvCapacity(
             int(self.capacity),
             math.floor(budget),
-            self.kv_tokens(budget),
+            self.kv.tokens(budget, self.spec.ctx),
             per_token,
             {name: int(size) for name, size in held.items()},
-            None if left is None else (left, self.kv_tokens(left)),
+            None if left is None else (left, self.kv.tokens(left, self.spec.ctx)),
         )
 
 
@@ -255,23 +248,13 @@ def _largest(fits: Callable[[F64], Mask], limit: int) -> int:
 def memory_of(engine: Engine) -> MemoryModel:
     """What one GPU of a resolved engine holds."""
     plan, db = engine.plan, engine.db
-    d = plan.deployment
-    spec = d.spec
     return MemoryModel(
         system=db.system,
         backend=backend_named(db.backend),
         version=db.version,
-        family=spec.family,
-        attention_width=plan.activation_width,
-        hidden=spec.hidden,
-        experts=spec.moe.experts,
-        topk=spec.moe.topk,
-        tp=d.tp,
-        pp=d.parallel.pp,
-        dp=d.parallel.attn_dp,
-        moe_ep=d.moe_ep,
-        nextn=d.nextn,
+        spec=engine.spec,
+        parallel=engine.parallel,
+        nextn=engine.nextn,
         weight_bytes=plan.weight_bytes,
-        kv_bytes=plan.kv.bytes,
-        kv_tokens=lambda budget: plan.kv.tokens(budget, spec.ctx),
+        kv=plan.kv,
     )

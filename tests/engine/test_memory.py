@@ -5,9 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 from perfcast_engine.backends import BACKENDS
+from perfcast_engine.config import ParallelConfig
 from perfcast_engine.errors import InvalidField, OutOfMemory, UnsupportedCombination
+from perfcast_engine.models.spec import MoeShape
 
-from tests.planning.toy import WEIGHT_BYTES, worker
+from tests.planning.toy import SPEC, WEIGHT_BYTES, worker
 
 
 def memory(backend="vllm", **fields):
@@ -46,17 +48,18 @@ def test_draft_tokens_widen_activations_by_their_share():
 
 
 def test_experts_need_a_routing_workspace():
-    dense = memory(family="DEEPSEEK")
-    routed = memory(family="DEEPSEEK", experts=256, topk=8, moe_ep=8, dp=2)
+    spec = dataclasses.replace(SPEC, family="DEEPSEEK")
+    routing = dataclasses.replace(spec, moe=MoeShape(topk=8, experts=256, inter=1024))
+    dense, routed = memory(spec=spec), memory(spec=routing, parallel=ParallelConfig(attn_dp=2, moe_ep=8))
     extra = routed.footprint(1, 1, 1, 4096).activations - dense.footprint(1, 1, 1, 4096).activations
     assert extra[0] == 4096 * 4096 * 2 * 256 * 8 / 8 / 128 * 4
 
 
 def test_widths_beyond_eight_take_the_figures_of_eight_and_odd_ones_are_refused():
-    eight, sixteen = (memory(tp=n).footprint(1, 1, 1, 9999).activations[0] for n in (8, 16))
+    eight, sixteen = (memory(parallel=ParallelConfig(tp=n)).footprint(1, 1, 1, 9999).activations[0] for n in (8, 16))
     assert eight == sixteen
     with pytest.raises(UnsupportedCombination, match="width of 3"):
-        memory(tp=3).footprint(1, 1, 1)
+        memory(parallel=ParallelConfig(tp=3)).footprint(1, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from perfcast_engine.backends import BACKENDS
 from perfcast_engine.config import EngineConfig, ParallelConfig
 from perfcast_engine.errors import EngineError, PerfDataMissing, UnsupportedCombination
 from perfcast_engine.memory import MemoryModel
+from perfcast_engine.models.kv_cache import KvCurve, Piece
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.ops.base import Op, Reads, Role
 from perfcast_engine.profiles import profile_named
@@ -92,19 +93,11 @@ def worker(
         system=system,
         backend=BACKENDS[backend],
         version=version,
-        family="LLAMA",
-        attention_width=4096,
-        hidden=4096,
-        experts=0,
-        topk=0,
-        tp=mapping.tp,
-        pp=mapping.pp,
-        dp=mapping.attn_dp,
-        moe_ep=1,
+        spec=SPEC,
+        parallel=mapping,
         nextn=nextn,
         weight_bytes=WEIGHT_BYTES / mapping.tp,
-        kv_bytes=lambda tokens: np.asarray(tokens, float) * KV_BYTES * LAYERS / min(mapping.tp, 8),
-        kv_tokens=lambda budget: max(0, int(budget // (KV_BYTES * LAYERS / min(mapping.tp, 8)))),
+        kv=KvCurve(0.0, (Piece(KV_BYTES * LAYERS / min(mapping.tp, 8)),)),
     )
     return Worker(step=step, memory=memory, parallel=mapping, layers=LAYERS, profile=profile_named(profile))
 

@@ -37,7 +37,7 @@ USUAL_MATCHING = Matching()
 def sent_bytes(worker: Worker, load: Workload) -> float:
     """KV cache bytes of one request that each GPU of a prefill worker hands over: the prompt without its prefix."""
     lengths = np.array([worker.prompt_tokens(load), load.prefix], np.float64)
-    whole, cached = worker.memory.kv_bytes(lengths)
+    whole, cached = worker.memory.kv.bytes(lengths)
     return float(whole - cached)
 
 
