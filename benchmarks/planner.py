@@ -2,10 +2,10 @@
 
     python -m benchmarks.planner [--rounds N] [--reference-python PY] [--json]
 
-Medians over rounds; every question is asked once only, so that no kept answer counts. Times in the server are by its own
-metrics of its handler, means of BLOCK calls each. The reference is timed twice: the passes of a search alone, without a
-planner's work, and the whole search by a scalar transcription of what its planner does (reference_planner.py). A prefill
-search for 3000 tokens is two passes.
+Medians over rounds; every question is asked once only, so that no kept answer counts. Times in the server are from
+the metrics of its handler, means of BLOCK calls each. The reference is timed twice: the passes of a search alone,
+without the work of a planner, and the whole search by a scalar transcription of what its planner does
+(reference_planner.py). Where a prompt takes 3000 tokens, a prefill search is two passes.
 """
 
 from __future__ import annotations
