@@ -293,23 +293,18 @@ class StepSurface:
         nextn, one_row, per_prompt, whole = astuple(self.rules)
 
         def ms(ctx_tokens: int, gen_requests: int, isl: int, osl: int, prefix: int = 0) -> float:
-            if (
-                ctx_tokens < 0
-                or gen_requests < 0
-                or osl < 1
-                or not (ctx_tokens or gen_requests)
-                or not 0 <= prefix < isl
-            ):
+            if osl < 1 or ctx_tokens < 0 or gen_requests < 0 or prefix < 0 or prefix >= isl:
                 return other(ctx_tokens, gen_requests, isl, osl, prefix)
             decodes = gen_requests * (nextn + 1) if nextn else gen_requests
-            lower, fresh, cached, flat = ctx_tokens // isl, isl, 0, ctx_tokens + decodes
+            lower, flat = ctx_tokens // isl, ctx_tokens + decodes
             weight = ctx_tokens / isl - lower
             upper = lower + 1 if weight else lower
+            fresh, cached = isl, 0
             if prefix:
                 cached = prefix * lower if per_prompt else floor(prefix * (ctx_tokens / isl))
                 flat, fresh = flat - cached, isl - prefix
             if whole:
-                lower, weight = 0, 1 / -(-isl // (ctx_tokens or 1))
+                lower, weight = 0, 1 / -(-isl // ctx_tokens) if ctx_tokens else 0.0
             try:
                 found: float = 0.0 if tokens is None else tokens.view[flat]
                 if logits is not None:
@@ -318,12 +313,14 @@ class StepSurface:
                     found += rest(1, flat, cached)
             except IndexError:
                 return other(ctx_tokens, gen_requests, isl, osl, prefix)
-            if weight and upper:
+            if weight:
                 found += context(upper, fresh, prefix) * weight
             if lower:
                 found += context(lower, fresh, prefix) * (1 - weight)
             if gen_requests:
                 found += generation(decodes, isl + (osl >> 1) + 1, 0)
+            elif not ctx_tokens:
+                found = nan
             return found if found == found else other(ctx_tokens, gen_requests, isl, osl, prefix)
 
         return ms

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 from perfcast_engine.compiled import compile_surface
 from perfcast_engine.errors import UnsupportedCombination
+from perfcast_surface.mixed import StepRules
 from perfcast_surface.parts import SurfaceError, content_hash, put_together, take_apart
-from perfcast_surface.surface import StepSurface
+from perfcast_surface.surface import Counts, PhaseSurface, StepSurface
+from perfcast_surface.terms import Traffic
 
 from tests.engine.test_quick import ENGINES, points, steps
 
@@ -37,6 +40,22 @@ def test_a_surface_gives_the_digits_of_the_engine(name: str, profile: str) -> No
         one_by_one = np.array([getattr(surface, method)(*point) for point in asked])
         np.testing.assert_array_equal(np.isnan(one_by_one), np.isnan(found))
         np.testing.assert_allclose(one_by_one[inside], found[inside], rtol=1e-13)
+
+
+def phase(rng: np.random.Generator) -> PhaseSurface:
+    tokens, rows, requests = (Counts.of(rng.uniform(1, 2, n)) for n in (9000, 900, 200))
+    kernel, state = (Traffic(scale, 0.02, 0.5, 0.1, True) for scale in (1.0, 3.0))
+    return PhaseSurface(tokens, rows, requests, (kernel,), (state,))
+
+
+@pytest.mark.parametrize("habits", list(itertools.product([0, 2], *[[False, True]] * 3)))
+def test_numbers_are_answered_as_arrays_are_whatever_an_engine_makes_of_a_mixed_step(habits: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(5)
+    surface = StepSurface(phase(rng), phase(rng), StepRules(habits[0], *map(bool, habits[1:])))
+    columns = rng.integers([-1, -1, 0, 0, -1], [4000, 300, 3000, 500, 2000], (2000, 5)) * (rng.random((2000, 5)) < 0.8)
+    found = surface.mixed(*columns.T)
+    assert 300 < np.isnan(found).sum() < 1700
+    np.testing.assert_allclose([surface.mixed(*point) for point in columns.tolist()], found, rtol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["dense", "compressed"])
