@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import partial
 from itertools import product
 from typing import TypeVar
 
 import numpy as np
 
-from perfcast_engine.answer import F64, Answer, Points, Source, Tier, attempt
+from perfcast_engine.answer import F64, Points, Source, Tier, attempt
 from perfcast_engine.errors import EngineError
 from perfcast_engine.models.spec import ModelSpec
 from perfcast_engine.ops.base import Op, Role
@@ -86,7 +87,9 @@ def coverage(engine: Engine) -> Coverage:
     watched = Watched(db.system, db.backend, db.version, db.source, Mode.SILICON, db.policy)
     batch, isl, prefix = _points(PREFILL_POINTS, engine.model)
     at = Points.of(batch, isl - prefix, prefix)
-    operators = [_covered("prefill", op, watched, _prefilled(op, at)) for op in _leaves(plan.context)]
+    rows = at.with_(x=batch)  # of the vocabulary projection
+    context = ((op, rows if op.role is Role.LOGITS else at) for op in _leaves(plan.context))
+    operators = [_covered("prefill", op, watched, where) for op, where in context]
     batch, length = _points(DECODE_POINTS, engine.model)
     tokens = batch * (engine.resolved.nextn + 1)
     at = Points.of(tokens, length, 0, tokens)
@@ -101,10 +104,6 @@ def _points(points: Sequence[tuple[int, ...]], spec: ModelSpec) -> F64:
     return kept.T
 
 
-def _prefilled(op: Op, at: Points) -> Points:
-    return at.with_(x=at.batch) if op.role is Role.LOGITS else at
-
-
 def _leaves(ops: Iterable[Op]) -> Iterator[Op]:
     """Operators one by one, those that run at the same time too."""
     for op in ops:
@@ -112,7 +111,7 @@ def _leaves(ops: Iterable[Op]) -> Iterator[Op]:
 
 
 def _covered(phase: str, op: Op, db: Watched, at: Points) -> OperatorCoverage:
-    silicon = _asked(op, db, at)
+    silicon = attempt(partial(op.evaluate, db), at)
     read, gone, error = db.taken(), silicon.missing(), silicon.first_error()
     counts = np.bincount(silicon.source[~gone], minlength=len(Source)) / len(at)
     mode, tier = (Mode.SILICON, Tier.SILICON) if error is None else _elsewhere(op, db, at)
@@ -134,10 +133,6 @@ def _covered(phase: str, op: Op, db: Watched, at: Points) -> OperatorCoverage:
     )
 
 
-def _asked(op: Op, db: Database, at: Points) -> Answer:
-    return attempt(lambda at: op.evaluate(db, at), at)
-
-
 def _shape(op: Op) -> str:
     """What an operator asks a table for, in words."""
     own = ((item, getattr(op, item.name)) for item in fields(op) if item.name not in COMMON_FIELDS)
@@ -148,7 +143,7 @@ def _shape(op: Op) -> str:
 def _elsewhere(op: Op, db: Watched, at: Points) -> tuple[Mode | None, Tier]:
     """The first other mode that answers all points, and how far it borrows."""
     for mode in MODES[1:]:
-        answer = _asked(op, db.in_mode(mode), at)
+        answer = attempt(partial(op.evaluate, db.in_mode(mode)), at)
         db.taken()
         if not answer.misses:
             return mode, Tier(int(answer.tier.max()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from perfcast_engine.data import table
@@ -42,11 +43,11 @@ def figures(row: Mapping[str, Any], body: Reader, top: Reader, layers: int) -> F
 
 
 COLUMNS: Mapping[str, Callable[[Reader, str], Any]] = {
-    "required": lambda reader, field: reader.integer(field),
-    "positive": lambda reader, field: reader.integer(field, least=1),
-    "optional": lambda reader, field: reader.integer(field),
-    "flags": lambda reader, field: reader.flag(field),
-    "texts": lambda reader, field: reader.text(field),
+    "required": Reader.integer,
+    "positive": partial(Reader.integer, least=1),
+    "optional": Reader.integer,
+    "flags": Reader.flag,
+    "texts": Reader.text,
 }
 NEEDED = frozenset({"required", "positive"})
 
