@@ -15,7 +15,7 @@ from tests.engine import naive_grid
 def surface(rows, sol=lambda *c: math.prod(c), sqrt_axis=None, power=None):
     coords = [np.array(column, np.int64) for column in zip(*(row[:-1] for row in rows), strict=True)]
     ms = np.array([float(row[-1]) for row in rows])
-    return Surface(Grid.of(coords, ms, None if power is None else np.array(power, float)), sol, sqrt_axis)
+    return Surface(Grid(tuple(coords), ms, None if power is None else np.array(power, float)), sol, sqrt_axis)
 
 
 def ask(surface, *point):

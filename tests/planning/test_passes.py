@@ -169,7 +169,7 @@ class TestRepair:
     )
 
     def latencies(self, curve, **options):
-        return PassTable.of(columns(rows(prefill=(), decode=curve)), CELL, **options).decode.ms.tolist()
+        return PassTable.of(columns(rows(prefill=(), decode=curve)), CELL, **options).decode.ms[0].tolist()
 
     def test_faked_caches_follow_the_two_nearest_real_ones_below(self):
         assert self.latencies(self.CURVE) == pytest.approx([1, 2, 3, 9, 2.5, 2.5 + 0.5 / 30 * 10])

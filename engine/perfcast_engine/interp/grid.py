@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -40,11 +40,7 @@ class Grid:
 
     coords: tuple[Ints, ...]
     ms: F64
-    power: F64 | None
-
-    @classmethod
-    def of(cls, coords: Sequence[Ints], ms: F64, power: F64 | None = None) -> Grid:
-        return cls(tuple(coords), ms, power)
+    power: F64 | None = None
 
     def __len__(self) -> int:
         return len(self.ms)

@@ -52,43 +52,35 @@ class Curve:
 
 @dataclass(frozen=True, eq=False)
 class Curves:
-    """Measured curves. sites: (S, A) distinct, in the order that breaks ties of distance; begin, end: (S,) rows of each
-    site; x ascending within a site, ms (N,)."""
+    """Measured curves. sites: (S, A) distinct, in the order that breaks ties of distance; x, ms: of each site, x
+    ascending."""
 
     sites: F64
-    begin: Ints
-    end: Ints
-    x: F64
-    ms: F64
+    x: Sequence[F64]
+    ms: Sequence[F64]
 
     @classmethod
     def of(cls, site: Sequence[F64], x: F64, ms: F64, ranks: Mapping[tuple[float, ...], int] | None = None) -> Curves:
         """From N > 0 rows in any order, ``site`` by axis. Sites are listed by ``ranks``, equal and missing
         ones ascending."""
         order = np.lexsort((x, *site[::-1]))
-        columns = [column[order] for column in site]
-        fresh = np.ones(len(x) + 1, np.bool_)
-        fresh[1:-1] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
-        start = np.flatnonzero(fresh)
-        sites = np.stack([column[start[:-1]] for column in columns], axis=1)
-        ranked = [(ranks or {}).get(tuple(each), 0) for each in sites.tolist()]
-        listed = np.argsort(ranked, kind="stable")
-        return cls(sites[listed], start[:-1][listed], start[1:][listed], x[order], ms[order])
+        columns = np.stack([column[order] for column in site])
+        start = np.flatnonzero(np.append(True, (columns[:, 1:] != columns[:, :-1]).any(axis=0)))
+        sites, rows = columns[:, start].T, np.split(order, start[1:])
+        listed = np.argsort([(ranks or {}).get(tuple(each), 0) for each in sites.tolist()], kind="stable")
+        return cls(sites[listed], [x[rows[i]] for i in listed], [ms[rows[i]] for i in listed])
 
     @cached_property
     def first(self) -> F64:
-        return self.x[self.begin]
+        return np.array([x[0] for x in self.x])
 
     @cached_property
     def last(self) -> F64:
-        return self.x[self.end - 1]
+        return np.array([x[-1] for x in self.x])
 
     def find(self, *site: float) -> int | None:
         """The index of a measured site."""
         return next(iter(np.flatnonzero((self.sites == site).all(axis=1)).tolist()), None)
-
-    def rows(self, site: int) -> slice:
-        return slice(self.begin[site], self.end[site])
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +111,8 @@ class Sites:
     def curve(self, index: int) -> Curve:
         """That of one site, kept."""
         if index not in self._read:
-            rows, site = self.curves.rows(index), self.curves.sites[index].tolist()
-            self._read[index] = Curve(self.curves.x[rows], self.curves.ms[rows], lambda x: self.sol(x, *site))
+            site = self.curves.sites[index].tolist()
+            self._read[index] = Curve(self.curves.x[index], self.curves.ms[index], lambda x: self.sol(x, *site))
         return self._read[index]
 
     @cached_property

@@ -105,7 +105,7 @@ class BucketedModule(SparseModule):
 
         def build() -> Surface | None:
             rows = surface.grid.between(self.heads, self.heads)
-            return Surface(Grid(rows.coords[1:], rows.ms, None), partial(surface.sol, *lead)) if len(rows) else None
+            return Surface(Grid(rows.coords[1:], rows.ms), partial(surface.sol, *lead)) if len(rows) else None
 
         own = db.kept(("own heads", surface, self.heads), build)
         return (surface, lead) if own is None else (own, ())

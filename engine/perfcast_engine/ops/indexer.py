@@ -16,7 +16,7 @@ from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import PerfDataMissing
 from perfcast_engine.interp.grid import Coords, Grid, Ints, Level
 from perfcast_engine.ops.collective import Nccl
-from perfcast_engine.ops.measured import Slice, no_slice
+from perfcast_engine.ops.measured import Slice
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key
 
@@ -29,21 +29,19 @@ def topk_excess(db: Database, heads: int, variant: str) -> Held | None:
     """What the top-k kernel spends on random scores (``flat``) beyond those of a model (``top_last``): ms over (batch,
     new tokens, prefix), held at the ends of what was measured; None where nothing was measured for ``heads``.
     ``variant``: v1 in prefill, v2 in decode."""
-    return db.kept(("top-k excess", heads, variant), lambda: _excess(db, heads, variant))
 
+    def build() -> Held | None:
+        table, modes = db.find(TOPK), ("flat", "top_last")
+        flat, last = (None if table is None else table.grid(heads, f"{variant}_{mode}") for mode in modes)
+        if flat is None or last is None:
+            return None
+        here, there = flat.shared(last)
+        excess = np.maximum(0.0, flat.ms[here] - last.ms[there])
+        grid = reversed_axes(Grid(tuple(c[here] for c in flat.coords), excess))
+        plane = Plane.of(grid.coords, grid.ms, held=True) if len(grid) else None
+        return None if plane is None else Held(plane)
 
-def _excess(db: Database, heads: int, variant: str) -> Held | None:
-    table = db.find(TOPK)
-    flat, last = (None if table is None else table.grid(heads, f"{variant}_{mode}") for mode in ("flat", "top_last"))
-    if flat is None or last is None:
-        return None
-    here, there = flat.shared(last)
-    if not len(here):
-        return None
-    excess = np.maximum(0.0, flat.ms[here] - last.ms[there])
-    batch_first = reversed_axes(Grid.of([c[here] for c in flat.coords], excess))
-    plane = Plane.of(batch_first.coords, batch_first.ms, held=True)
-    return None if plane is None else Held(plane)
+    return db.kept(("top-k excess", heads, variant), build)
 
 
 def chunk_of(s: F64, cp: int) -> F64:
@@ -81,10 +79,7 @@ def csa_delta(db: Database, heads: int, tp: int, cp: int, at: Points) -> Answer:
 
 
 def _kernel(db: Database, name: str, key: tuple[Key, ...]) -> Grid:
-    grid = db.table(name).grid(*key)
-    if grid is None:
-        raise no_slice(db.table(name), key)
-    return grid
+    return Slice(name, key, lambda *coords: coords[0]).surface(db).grid
 
 
 def _saved(whole: Grid, own: Grid, cp: int, at: Points) -> F64:
@@ -140,4 +135,4 @@ def _bracket(level: Level, node: Ints, c: F64) -> tuple[Ints, Ints, F64]:
 def reversed_axes(grid: Grid) -> Grid:
     """The same leaves, nested the other way round."""
     order = np.lexsort(grid.coords)
-    return Grid.of([c[order] for c in reversed(grid.coords)], grid.ms[order])
+    return Grid(tuple(c[order] for c in reversed(grid.coords)), grid.ms[order])

@@ -174,7 +174,7 @@ class MoeAllToAll(Op):
 
         def build() -> Surface | None:
             here, there = own.grid.shared(other.grid)
-            both = Grid.of([c[here] for c in own.grid.coords], own.grid.ms[here] + other.grid.ms[there])
+            both = Grid(tuple(c[here] for c in own.grid.coords), own.grid.ms[here] + other.grid.ms[there])
             return Surface(both, own.sol) if len(here) else None
 
         both = db.kept(("both halves", key), build)

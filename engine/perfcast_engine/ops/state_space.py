@@ -138,7 +138,7 @@ class StateKernel(Op):
             key = None if table is None or route.rows_of is None else self.key(table, route.rows_of)
             grid = None if table is None or key is None else table.grid(*key)
             if grid is not None and not self.lengthy:
-                grid = Grid.of(grid.coords[:1], grid.ms, grid.power)
+                grid = Grid(grid.coords[:1], grid.ms, grid.power)
             return None if grid is None else Surface(grid, self._roofline(db, route.kernel))
 
         return db.kept((self.table, route, self.shape), build)

@@ -83,8 +83,8 @@ class Table:
             rows = self.rows(*prefix)
             if rows is None:
                 return None
-            self._grids[prefix] = Grid.of(
-                [column[rows].astype(np.int64) for column in self.columns[len(prefix) :]],
+            self._grids[prefix] = Grid(
+                tuple(column[rows].astype(np.int64) for column in self.columns[len(prefix) :]),
                 self.ms[rows],
                 None if self.power is None else self.power[rows],
             )

@@ -65,14 +65,14 @@ class PassTable:
         batches = np.unique(curves.sites[:, 0])
         deviation: list[F64] = []
         for low, high in pairwise(batches):
-            for site in np.flatnonzero(curves.sites[:, 0] == high):
+            for site in np.flatnonzero(curves.sites[:, 0] == high).tolist():
                 below = curves.find(low, curves.sites[site, 1])
                 if below is None:
                     continue
-                own, other = curves.rows(int(site)), curves.rows(below)
-                shared = (curves.x[own] >= curves.first[below]) & (curves.x[own] <= curves.last[below])
-                expected = np.interp(curves.x[own][shared], curves.x[other], curves.ms[other])
-                deviation.append(np.abs(curves.ms[own][shared] / expected - 1))
+                x, ms = curves.x[site], curves.ms[site]
+                shared = (x >= curves.first[below]) & (x <= curves.last[below])
+                expected = np.interp(x[shared], curves.x[below], curves.ms[below])
+                deviation.append(np.abs(ms[shared] / expected - 1))
         every = np.concatenate(deviation) if deviation else np.zeros(0)
         return len(every) >= FLAT_SAMPLES and float(np.median(every)) <= FLAT
 

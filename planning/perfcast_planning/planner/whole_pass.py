@@ -84,7 +84,7 @@ class WholePass:
     def baseline(self, batch: F64) -> Answer:
         """A decode pass of ``batch`` requests over the least cache measured: what any pass costs."""
         curves = self.table.decode
-        return self.decode(batch, np.maximum(batch, 0.0 if curves is None else curves.x.min()))
+        return self.decode(batch, np.maximum(batch, 0.0 if curves is None else curves.first.min()))
 
     def _beside(self, requests: F64, kv: F64, prefills: Mask) -> Answer:
         """Decodes; beside a prefill only what they cost beyond an empty pass, at least 0."""
@@ -116,7 +116,7 @@ class WholePass:
             return ms
         curves, asked = sites.curves, np.stack(site, axis=1)
         inside = ((asked >= curves.sites.min(axis=0)) & (asked <= curves.sites.max(axis=0))).all(axis=1)
-        inside &= (x >= curves.x.min()) & (x <= curves.x.max())
+        inside &= (x >= curves.first.min()) & (x <= curves.last.max())
         for each in np.unique(asked[inside], axis=0):
             at = inside & (asked == each).all(axis=1)
             ms[at] = self._on(sites, curves.find(*each), x[at], *each.tolist())
