@@ -83,34 +83,31 @@ class Grid:
             parent = np.cumsum(fresh) - 1
         return tuple(levels)
 
-    def interior(self, query: Coords, sol: Sol, sqrt_axis: int | None) -> tuple[F64, F64 | None]:
-        """Latency and power at each query, NaN where it lies outside. See ``Surface.at``."""
+    def interior(self, leaves: F64, query: Coords, sol: Sol, sqrt_axis: int | None) -> F64:
+        """What values of ``leaves`` are at each query, NaN where it lies outside. See ``Surface.at``."""
         ends = ((c, level.known) for c, level in zip(query, self.levels, strict=True))
         spanned = np.logical_and.reduce([(known[0] <= c) & (c <= known[-1]) for c, known in ends])
         if not spanned.all():
-            found = np.full((2, len(spanned)), np.nan)
+            found = np.full(len(spanned), np.nan)
             if spanned.any():
-                ms, power = self.interior(tuple(c[spanned] for c in query), sol, sqrt_axis)
-                found[:, spanned] = ms, ms if power is None else power
-            return found[0], None if self.power is None else found[1]
+                found[spanned] = self.interior(leaves, tuple(c[spanned] for c in query), sol, sqrt_axis)
+            return found
         nodes = np.zeros((1, len(query[0])), np.int64)
         steps = []
         for level, c in zip(self.levels, query, strict=True):
-            step = _descend(level, nodes, c)
+            step = descend(level, nodes, c)
             steps.append(step)
             nodes = step.low if step.all_exact else np.concatenate([step.low, step.high])
-        ms, power = self.ms[nodes], None if self.power is None else self.power[nodes]
+        ms: F64 = leaves[nodes]
         for axis in range(len(steps) - 1, -1, -1):
             step = steps[axis]
             if not step.all_exact:
                 half = len(step.low)
                 lo, hi = ms[:half], ms[half:]
-                if power is not None:
-                    power = _blend_power(power[:half], power[half:], step.weight, lo, hi)
                 ms = _blend(lo, hi, step.weight, axis == sqrt_axis)
                 _scale_survivors(ms, lo, hi, step, level_keys=self.levels[axis].keys, axis=axis, query=query, sol=sol)
             ms = np.where(step.inside, ms, np.nan)
-        return ms[0], None if power is None else power[0]
+        return ms[0]
 
 
 class _Step(NamedTuple):
@@ -124,7 +121,8 @@ class _Step(NamedTuple):
     all_exact: bool
 
 
-def _descend(level: Level, nodes: Ints, c: F64) -> _Step:
+def descend(level: Level, nodes: Ints, c: F64) -> _Step:
+    """From each of ``nodes`` to its children around ``c``."""
     low = level.below(nodes, c)
     below = level.keys[low]
     exact = below == c
@@ -142,10 +140,6 @@ def _blend(lo: F64, hi: F64, weight: F64, roots: bool) -> F64:
         return lo + (hi - lo) * weight
     a, b = np.sqrt(np.maximum(lo, 0.0)), np.sqrt(np.maximum(hi, 0.0))
     return np.where(weight > 0, (a + (b - a) * weight) ** 2, lo)
-
-
-def _blend_power(lo: F64, hi: F64, weight: F64, lo_ms: F64, hi_ms: F64) -> F64:
-    return np.where(np.isnan(lo_ms), hi, np.where(np.isnan(hi_ms), lo, lo + (hi - lo) * weight))
 
 
 def _scale_survivors(

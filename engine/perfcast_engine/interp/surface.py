@@ -142,7 +142,10 @@ class Surface:
         return (query[:1], query[1:]) if many and not isinstance(query[0], np.ndarray) else ((), query)
 
     def _chain(self, query: Coords) -> Resolved:
-        return _filled(Resolved(*self.grid.interior(query, self.sol, self.sqrt_axis)), query, self._hold)
+        grid = self.grid
+        ms = grid.interior(grid.ms, query, self.sol, self.sqrt_axis)
+        power = None if grid.power is None else grid.interior(grid.power, query, _same, None)
+        return _filled(Resolved(ms, power), query, self._hold)
 
     @cached_property
     def util(self) -> UtilGrid | None:

@@ -14,7 +14,7 @@ from perfcast_surface.plane import Plane
 
 from perfcast_engine.answer import F64, Answer, Points, Source
 from perfcast_engine.errors import PerfDataMissing
-from perfcast_engine.interp.grid import Coords, Grid, Ints, Level
+from perfcast_engine.interp.grid import Coords, Grid, descend
 from perfcast_engine.ops.collective import Nccl
 from perfcast_engine.ops.measured import Slice
 from perfcast_engine.tables.database import Database
@@ -115,21 +115,14 @@ def nearest_curve(grid: Grid, query: Coords) -> F64:
     second axis asks beyond the largest key of its node."""
     nodes = np.zeros(len(query[0]), np.int64)
     beyond = np.zeros(len(nodes), np.bool_)
-    for axis, (level, c) in enumerate(zip(grid.levels[:-1], query[:-1], strict=True)):
-        low, high, t = _bracket(level, nodes, c)
+    for axis, (level, c) in enumerate(zip(grid.levels, query, strict=True)):
+        last = level.keys[level.start[nodes + 1] - 1]
         if axis == 1:
-            beyond = c > level.keys[level.start[nodes + 1] - 1]
-        nodes = np.where(t > 0.5, high, low)
-    low, high, t = _bracket(grid.levels[-1], nodes, query[-1])
-    return np.where(beyond, np.nan, grid.ms[low] * (1 - t) + grid.ms[high] * t)
-
-
-def _bracket(level: Level, node: Ints, c: F64) -> tuple[Ints, Ints, F64]:
-    """The children of ``node`` around ``c`` and the weight of the upper one; equal, with weight 0, beyond the ends."""
-    low = level.below(node, c)
-    high = np.where((level.keys[low] < c) & (low < level.start[node + 1] - 1), low + 1, low)
-    width = level.keys[high] - level.keys[low]
-    return low, high, np.where(width > 0, c - level.keys[low], 0.0) / np.where(width > 0, width, 1.0)
+            beyond = c > last
+        step = descend(level, nodes, np.clip(c, level.keys[level.start[nodes]], last))
+        nodes = np.where(step.weight > 0.5, step.high, step.low)
+    low, high = grid.ms[step.low], grid.ms[step.high]
+    return np.where(beyond, np.nan, low + (high - low) * step.weight)
 
 
 def reversed_axes(grid: Grid) -> Grid:
