@@ -190,5 +190,5 @@ class Watched(Database):
         return [(table, self._words(table, key)) for table, key in read if key or table not in sliced]
 
     def _words(self, table: str, key: tuple[Key, ...]) -> str:
-        columns = self.source.table(table, self.mode.shared)
+        columns = self.source(table, self.mode.shared)
         return ", ".join(f"{c}={v}" for c, v in zip(columns.key if columns else (), key, strict=False))

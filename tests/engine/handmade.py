@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from perfcast_engine.system import SystemSpec
@@ -53,15 +52,7 @@ def table(name: str, key: str, rows: Sequence[tuple[Key | float, ...]], power: b
     )
 
 
-@dataclass
-class Tables:
-    """A table source that shows the same rows to every mode."""
-
-    tables: dict[str, Table] = field(default_factory=dict)
-
-    def table(self, name: str, shared: bool) -> Table | None:
-        return self.tables.get(name)
-
-
 def database(*tables: Table, mode: Mode = Mode.SILICON, system: SystemSpec = SYSTEM, policy=AGGRESSIVE) -> Database:
-    return Database(system, "trtllm", "1.0", Tables({t.name: t for t in tables}), mode, policy)
+    """A database that shows the same rows to every mode."""
+    named = {table.name: table for table in tables}
+    return Database(system, "trtllm", "1.0", lambda name, shared: named.get(name), mode, policy)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from perfcast_engine.answer import Points, Source, Tier
 from perfcast_engine.errors import EmpiricalBasisMissing, EngineError, PerfDataMissing, SolNotDefined
-from perfcast_engine.ops.base import Reads, evaluate_all
+from perfcast_engine.ops.base import Reads
 from perfcast_engine.ops.collective import P2P, AllReduce, Nccl
 from perfcast_engine.ops.composite import Fallback, Overlap
 from perfcast_engine.ops.gemm import Gemm
@@ -187,11 +187,6 @@ class TestGroups:
             Overlap(name="both", a=(GEMM,), b=()).sol_split(self.DB, at)
         whole = Fallback(name="whole", primary=GEMM, fallback=()).sol_split(self.DB, at)
         assert whole == GEMM.sol_split(self.DB, at)
-
-    def test_equal_names_fold_in_order_of_first_appearance(self):
-        folded = evaluate_all([GEMM, NORM, GEMM], self.DB, Points.of(1, 1, x=[16]))
-        assert list(folded) == ["gemm", "norm"]
-        assert folded["gemm"].ms.tolist() == [2.0]
 
 
 OPS = [

@@ -59,11 +59,6 @@ class Attention(Op):
         return Answer.of(self.per_pair * at.batch * at.s * (at.s / 2 + at.prefix) * at.imbalance, Source.SILICON)
 
 
-class NoTables:
-    def table(self, name: str, shared: bool) -> None:
-        return None
-
-
 def worker(
     backend: str = "trtllm",
     profile: str = "reference",
@@ -79,7 +74,7 @@ def worker(
     mapping = ParallelConfig(**{"moe_tp": 1, "moe_ep": 1, **parallel})
     speed = 1.8 ** np.log2(mapping.tp * mapping.cp)
     system = SystemSpec(**{**{f: getattr(SYSTEM, f) for f in SYSTEM.__slots__}, "mem_capacity": capacity})
-    db = Database(system, backend, version, NoTables())
+    db = Database(system, backend, version, lambda name, shared: None)
     tokens = Dense(name="gemm", base=2.0 / speed, per_token=0.01 / speed, known=known, dip=dip)
     logits = Dense(name="logits_gemm", base=0.05, per_token=0.002 / speed, role=Role.LOGITS)
     step = StepModel(

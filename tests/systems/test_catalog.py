@@ -201,4 +201,4 @@ def test_only_the_databases_asked_for_last_are_kept(root: Path, monkeypatch: pyt
     assert catalog.database("h200_sxm", "trtllm", mode="SILICON") is first
     hybrid = catalog.database("h200_sxm", "trtllm", mode="HYBRID")
     assert catalog.database("h200_sxm", "trtllm", mode="HYBRID") is hybrid
-    assert catalog.database("h200_sxm", "trtllm", mode="EMPIRICAL").source is first.source
+    assert catalog.database("h200_sxm", "trtllm", mode="EMPIRICAL").source == first.source

@@ -38,7 +38,7 @@ def pack(tmp_path: Path) -> Pack:
 
 
 def opened(pack: Pack, sm: int = 100, backend: str = "sglang", version: str = "0.6.0") -> Database:
-    return Database(replace(SYSTEM, sm_version=sm), backend, version, PackSource(pack))
+    return Database(replace(SYSTEM, sm_version=sm), backend, version, PackSource(pack).table)
 
 
 def test_density_counts_slices_and_rows_with_and_without_lent_ones(pack: Pack):

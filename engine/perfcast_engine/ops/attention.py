@@ -229,10 +229,8 @@ class EncoderAttention(Attention):
         return super().sol(db, at).plus(rotary.scaled(OVERHEAD * 2 * self.partial_rotary))
 
     def price(self, db: Database, at: Points) -> Answer:
-        answer = super().price(db, at)
-        if self.partial_rotary == 0:
-            return answer
-        return answer + memory_bound(db, self._rotary_bytes(at)).scaled(OVERHEAD * 2 * self.partial_rotary)
+        rotary = memory_bound(db, self._rotary_bytes(at)).scaled(OVERHEAD * 2 * self.partial_rotary)
+        return super().price(db, at) + rotary
 
     def terms(self, db: Database) -> None:
         return None

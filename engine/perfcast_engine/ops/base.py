@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cache, cached_property, partial
@@ -169,15 +169,6 @@ def _checked(kind: type[Op]) -> tuple[list[tuple[str, int]], list[tuple[str, Map
     numbers = [(each.name, int(each.name in kind.positive)) for each in fields(kind) if each.type in ("int", "float")]
     named = [each.name for each in fields(kind) if each.name == "quant" or each.name in MODES]
     return numbers, [(name, MODES.get(name, kind.quants)) for name in named]
-
-
-def evaluate_all(ops: Sequence[Op], db: Database, at: Points) -> dict[str, Answer]:
-    """Each operator's answer, equal names folded, in order of first appearance."""
-    folded: dict[str, Answer] = {}
-    for op in ops:
-        answer = op.evaluate(db, at)
-        folded[op.name] = folded[op.name] + answer if op.name in folded else answer
-    return folded
 
 
 def rank_parts(at: Points, ranks: int) -> list[Points]:

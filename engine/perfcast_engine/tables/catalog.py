@@ -47,13 +47,6 @@ class PackSource:
             return self._tables[name][0 if shared else 1]
 
 
-class NoTables:
-    """The source of a database without measurements: only SOL answers."""
-
-    def table(self, name: str, shared: bool) -> Table | None:
-        return None
-
-
 @dataclass(frozen=True, slots=True)
 class PackInfo:
     """One pack of the catalog. ``problem`` tells why it cannot be used; its slot, rows and tables are empty then."""
@@ -170,12 +163,12 @@ class Catalog:
                 mode_that_works=Mode.SOL.value,
             )
         if path is None:
-            return Database(spec, backend, literal, NoTables(), chosen, policy)
+            return Database(spec, backend, literal, lambda name, shared: None, chosen, policy)
         key = (system, backend, literal, chosen, policy)
         with self._lock:
             found = self._databases.pop(key, None)
             if found is None:
-                found = Database(spec, backend, literal, self._opened(path), chosen, policy)
+                found = Database(spec, backend, literal, self._opened(path).table, chosen, policy)
             self._databases[key] = found  # the one asked for last is the last to go
             while len(self._databases) > MAX_DATABASES:
                 del self._databases[next(iter(self._databases))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from perfcast_engine.answer import Tier
 from perfcast_engine.errors import PerfDataMissing
@@ -40,12 +40,8 @@ TRANSFER_PRESETS: dict[str, frozenset[Tier]] = {
 }
 
 
-class TableSource(Protocol):
-    """Where tables come from; a pack in production, a dict of tables in tests."""
-
-    def table(self, name: str, shared: bool) -> Table | None:
-        """The folded table, its own rows only unless ``shared``; None when absent or without rows."""
-        ...
+# The table of a name, with the rows that other versions lend or (False) its own alone; None when it has none.
+Source = Callable[[str, bool], Table | None]
 
 
 @dataclass(slots=True)
@@ -55,14 +51,14 @@ class Database:
     system: SystemSpec
     backend: str
     version: str
-    source: TableSource
+    source: Source
     mode: Mode = Mode.SILICON
     policy: frozenset[Tier] = AGGRESSIVE
     _kept: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
     def find(self, name: str) -> Table | None:
         """The table as this mode sees it, or None."""
-        return self.kept(("table", name), lambda: self.source.table(name, self.mode.shared))
+        return self.kept(("table", name), lambda: self.source(name, self.mode.shared))
 
     def table(self, name: str) -> Table:
         """As ``find``; PerfDataMissing when there is no such table."""

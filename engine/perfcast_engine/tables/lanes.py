@@ -38,7 +38,7 @@ def lane_order(db: Database, asked: str, override: str | None = None) -> tuple[s
 
 def densities(db: Database, asked: str) -> tuple[Density, Density]:
     """(slices, rows) of each lane of the table: with the rows that other versions lend, and of the own rows alone."""
-    return _density(db.source.table(asked, True)), _density(db.source.table(asked, False))
+    return _density(db.source(asked, True)), _density(db.source(asked, False))
 
 
 def _density(measured: Table | None) -> Density:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from perfcast_engine.answer import F64, Points
+from perfcast_engine.answer import F64, Points, total
 from perfcast_engine.backends import MIB
-from perfcast_engine.ops.base import Op, evaluate_all
+from perfcast_engine.ops.base import Op
 from perfcast_engine.tables.database import Database
 
 from perfcast_planning.serving.workload import Images
@@ -53,12 +53,12 @@ class Encoder:
             return np.zeros(len(batch))
         merged, patches = self.image_tokens(images)
         count = self._local_images(images, batch)
-        total = np.zeros(len(batch))
+        ms = np.zeros(len(batch))
         for on_merged, tokens in ((False, patches), (True, merged)):
             ops = [op for op in self.ops if any(name in op.name for name in MERGED_OPS) is on_merged]
-            for answer in evaluate_all(ops, self.db, Points.of(count, tokens)).values():
-                total = total + answer.raise_first().ms
-        return total
+            at = Points.of(count, tokens)
+            ms += total((op.evaluate(self.db, at) for op in ops), len(at)).raise_first().ms
+        return ms
 
     def bytes(self, images: Images, batch: F64) -> tuple[float, F64]:
         """(weights, activations (N,)) of one GPU; nothing is loaded for requests without images."""
