@@ -98,7 +98,7 @@ class Grid:
             step = descend(level, nodes, c)
             steps.append(step)
             nodes = step.low if step.all_exact else np.concatenate([step.low, step.high])
-        ms: F64 = leaves[nodes]
+        ms = leaves[nodes]
         for axis in range(len(steps) - 1, -1, -1):
             step = steps[axis]
             if not step.all_exact:
@@ -107,7 +107,8 @@ class Grid:
                 ms = _blend(lo, hi, step.weight, axis == sqrt_axis)
                 _scale_survivors(ms, lo, hi, step, level_keys=self.levels[axis].keys, axis=axis, query=query, sol=sol)
             ms = np.where(step.inside, ms, np.nan)
-        return ms[0]
+        inside: F64 = ms[0]
+        return inside
 
 
 class _Step(NamedTuple):
