@@ -107,7 +107,7 @@ class Missing:
     def raise_first(self) -> Self:
         error = self.first_error()
         if error is not None:
-            raise error
+            raise error.anew()
         return self
 
 
@@ -237,7 +237,7 @@ def attempt(price: Callable[[Points], Answer], at: Points) -> Answer:
     try:
         return price(at)
     except EngineError as error:
-        return Answer.none(len(at), error)
+        return Answer.none(len(at), error.bare())
 
 
 def choose(which: Mask, yes: Callable[[Points], Answer], no: Callable[[Points], Answer], at: Points) -> Answer:

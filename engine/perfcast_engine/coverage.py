@@ -160,7 +160,7 @@ class Watched(Database):
     _open: list[dict[Read, None]] = field(default_factory=lambda: [{}], repr=False)
     _behind: dict[Hashable, dict[Read, None]] = field(default_factory=dict, repr=False)
 
-    def kept(self, key: Hashable, build: Callable[[], T]) -> T:
+    def kept(self, key: Hashable, build: Callable[[], T], for_all: bool = False) -> T:
         self._open.append({})
         try:
             value = Database.kept(self, key, build)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
+from typing import Self
 
 FEW = 8  # names that a message may list
 
@@ -41,6 +42,20 @@ class EngineError(Exception):
         super().__init__(message)
         self.message = message
         self.details = details
+
+    def bare(self) -> Self:
+        """Without the frames that it and what it came from passed through, which would hold on to the engine."""
+        error: BaseException | None = self
+        while error is not None:
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__
+        return self
+
+    def anew(self) -> Self:
+        """The same, to be raised while something keeps this one: the frames are behind the new one only."""
+        other = type(self).__new__(type(self), *self.args)
+        other.__dict__.update(self.__dict__)
+        return other
 
 
 class InvalidField(EngineError, ValueError):

@@ -116,9 +116,8 @@ def _looked_up(table: CountTable, x: F64) -> StepResult:
     try:
         column = table(x)
     except EngineError as error:
-        n = len(x)
-        gone = np.ones(n, np.bool_)
-        return StepResult(np.full(n, np.nan), Summed((), n), np.zeros(n, np.uint8), np.zeros(n), [(gone, error)])
+        n, misses = len(x), [(np.ones(len(x), np.bool_), error.bare())]
+        return StepResult(np.full(n, np.nan), Summed((), n), np.zeros(n, np.uint8), np.zeros(n), misses)
     return StepResult(*column, _missed(table, x, column.ms))
 
 

@@ -115,4 +115,7 @@ class Predictor:
 
         Raises UnknownName, InvalidField, UnsupportedCombination, PerfDataMissing, DataCorrupt.
         """
-        return Engine(resolve(config, self.catalog, self.registry, plans), self.catalog, phase_of)
+        resolved = resolve(config, self.catalog, self.registry, plans)
+        if phase_of is Phase:  # no search, whose engines come and go
+            resolved = replace(resolved, db=resolved.db.own())
+        return Engine(resolved, self.catalog, phase_of)

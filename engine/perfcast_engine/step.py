@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import methodcaller
@@ -115,15 +116,20 @@ class StepModel:
     @cached_property
     def prefill_ms(self) -> Read:
         """``prefill`` of one point, ms; EngineError where it misses. So are the next two."""
-        return self._near.prefill_or(self.far.prefill_or(partial(self._asked, "prefill")))
+        return self._near.prefill_or(self.far.prefill_or(self._asks("prefill")))
 
     @cached_property
     def decode_step_ms(self) -> Read:
-        return self._near.decode_step_or(self.far.decode_step_or(partial(self._asked, "decode_step")))
+        return self._near.decode_step_or(self.far.decode_step_or(self._asks("decode_step")))
 
     @cached_property
     def mixed_ms(self) -> Read:
-        return self._near.mixed_or(self.far.mixed_or(partial(self._asked, "mixed")))
+        return self._near.mixed_or(self.far.mixed_or(self._asks("mixed")))
+
+    def _asks(self, kind: str) -> Read:
+        """Asks a twin, so that these and their functions are no circle, which would free late what they hold."""
+        assert self._near is not None  # made once for both
+        return partial(copy(self)._asked, kind)
 
     def _asked(self, kind: str, *counts: int) -> float:
         ms: float = getattr(self, kind)(*counts).raise_first().ms.item()

@@ -47,6 +47,8 @@ log = logging.getLogger("perfcast.server")
 
 MAX_STREAMS_OF_A_CONNECTION = 1024  # more calls wait in their client
 FILES_S = 1.0  # how often files that may change are looked at
+ROOM_S = 1.0  # how often it is looked whether engines have grown too large
+WEIGH_TIMES = 15  # of those between two times that what is behind engines is counted anew
 PROBE_MODEL, PROBE_SYSTEM, PROBE_BACKENDS = "Qwen/Qwen3-32B-FP8", "h200_sxm", ("trtllm", "vllm")
 
 
@@ -132,6 +134,7 @@ class Server:
         self._data = _data(predictor)
         await self.lifecycle.become(State.SERVING)
         self._run(self._refresh())
+        self._run(self._bound())
         self._run(self._tidy.keep())
         seconds = round(time.perf_counter() - began, 3)
         log.info("ready", extra={"address": self.address, "metrics_port": self.metrics_port, "seconds": seconds})
@@ -249,6 +252,15 @@ class Server:
                 self._gate.tokens.refresh()
             if self._certificates is not None:
                 self._certificates.refresh()
+
+    async def _bound(self) -> None:
+        """Keep engines, which grow as they are asked, within their bound."""
+        while True:
+            for _ in range(WEIGH_TIMES):
+                await asyncio.sleep(ROOM_S)
+                self.engines.make_room()
+            await asyncio.to_thread(self.engines.weigh)
+            await asyncio.to_thread(self._states.forget_models, self.engines.__contains__)
 
     def _announce(self) -> None:
         self._tidy.due()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterator
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -55,6 +55,9 @@ class Lru(Generic[K, V]):
     def pop_oldest(self) -> V | None:
         """Drop what was used longest ago."""
         return self.pop(next(iter(self._entries)))
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(list(self._entries))
 
     def values(self) -> list[V]:
         return list(self._entries.values())

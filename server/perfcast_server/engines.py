@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from perfcast.v1 import common_pb2
 from perfcast_engine.errors import EngineError, InvalidField
 from perfcast_engine.predictor import Engine, Predictor
 from perfcast_engine.step_result import StepResult
-from perfcast_engine.tables.database import Mode
+from perfcast_engine.tables.database import Derived, Mode
 from perfcast_planning.planner.pass_model import PassModel
 
 from perfcast_server import single, wire
@@ -30,7 +31,7 @@ T = TypeVar("T")
 MAX_HANDLE = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ready:
     """An engine that has answered a probe of each phase, with what its answers say of it."""
 
@@ -64,15 +65,37 @@ class Engines:
         )
         self._handles: Lru[bytes, str] = Lru(settings.max_handles << 12, size=lambda key, _: max(1 << 12, len(key)))
         metrics.engines.set_function(lambda: len(self._ready))
-        metrics.engine_bytes.set_function(self.table_bytes)
+        metrics.engine_bytes.set_function(self.held_bytes)
         self._loads: SingleFlight[bytes, Ready] = SingleFlight(finish=True)
 
     def __contains__(self, handle: str) -> bool:
         return handle in self._ready
 
-    def table_bytes(self) -> int:
-        """Bytes of the tables of all engines that are ready."""
-        return sum(ready.engine.steps.nbytes for ready in self._ready.values())
+    def held_bytes(self) -> int:
+        """Bytes of all engines that are ready and of the data behind them, what they share once."""
+        tables = self._predictor.catalog.nbytes if self._predictor is not None else 0
+        derived = sum(each.nbytes for each in self._derived())
+        return tables + derived + sum(ready.engine.steps.nbytes for ready in self._ready.values())
+
+    def weigh(self) -> None:
+        """Count again what grows as it is asked; takes its time."""
+        seen: set[int] = set()
+        for each in self._derived():
+            each.weigh(seen)
+
+    def _derived(self) -> list[Derived]:
+        """Each once."""
+        kept = self._predictor.catalog.derived() if self._predictor is not None else ()
+        engines = (ready.engine.resolved.db.derived() for ready in self._ready.values())
+        return list({id(each): each for each in chain(kept, *engines)}.values())
+
+    def make_room(self) -> None:
+        """Let go of data that no engine needs and of the engines that were used longest ago, down to the bound."""
+        most = self._settings.max_engine_bytes
+        if self.held_bytes() > most:
+            self.predictor.catalog.let_go()
+            while len(self._ready) > 1 and self.held_bytes() > most:
+                self._ready.pop_oldest()
 
     @property
     def predictor(self) -> Predictor:
@@ -100,13 +123,9 @@ class Engines:
                 found.append(self.made(predictor, old.original))
         return found
 
-    def is_current(self, ready: Ready) -> bool:
-        """Whether its data are those of now."""
-        return ready.predictor is self._predictor
-
-    async def current(self, ready: Ready) -> Ready:
-        """The same engine with the data of now."""
-        return ready if self.is_current(ready) else await self._by_config(ready.original)
+    def get(self, handle: str) -> Ready | None:
+        """The engine of that handle if it is ready now."""
+        return self._ready.get(handle)
 
     def ready(self, request: Any) -> Ready | None:
         """The engine of a request's oneof ``engine`` if it is ready now."""
@@ -126,7 +145,7 @@ class Engines:
         if given == "handle":
             return await self._by_handle(request.handle)
         if given == "config":
-            return await self._by_config(request.config)
+            return await self.by_config(request.config)
         raise invalid("engine", "is missing; give config or handle")
 
     async def off_loop(self, work: Callable[[], T]) -> T:
@@ -145,9 +164,10 @@ class Engines:
                 field="handle",
             )
         known = self._handles.get(config.SerializeToString(deterministic=True))  # differs since the data changed
-        return (self._ready.get(known) if known else None) or await self._by_config(config)
+        return (self._ready.get(known) if known else None) or await self.by_config(config)
 
-    async def _by_config(self, config: common_pb2.EngineConfig) -> Ready:
+    async def by_config(self, config: common_pb2.EngineConfig) -> Ready:
+        """The engine of a configuration, made ready if it is not."""
         key = config.SerializeToString(deterministic=True)
         self._metrics.engine_misses.inc()
         return await self._loads.do(key, lambda: self._load(key, config))
@@ -175,13 +195,13 @@ class Engines:
         self._ready.put(handle, ready)
         self._configs.put(handle, ready.original)
         self._handles.put(ready.original.SerializeToString(deterministic=True), handle)
-        while len(self._ready) > 1 and self.table_bytes() > self._settings.max_engine_bytes:
-            self._ready.pop_oldest()
+        self.make_room()
 
     def made(self, predictor: Predictor, config: common_pb2.EngineConfig) -> Ready:
         """The engine of ``config`` with the data of ``predictor``; takes its time."""
         engine = self._build(predictor, config)
         stamp = wire.stamp(engine)
+        engine.resolved.db.weigh()
         quick = quick_answers(engine.steps) if engine.config.database_mode is Mode.SILICON else {}
         return Ready(engine, predictor, stamp, config, single.stamped(stamp), quick, PassModel(steps=engine.steps))
 

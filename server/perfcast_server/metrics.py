@@ -43,7 +43,7 @@ class Metrics:
         self.engine_hits = Counter("engine_cache_hits", "Requests that found their engine ready", registry=registry)
         self.engine_misses = Counter("engine_cache_misses", "Requests that had to load one", registry=registry)
         self.engines = Gauge("engine_cache_entries", "Engines kept ready", registry=registry)
-        self.engine_bytes = Gauge("engine_cache_bytes", "Bytes of their tables", registry=registry)
+        self.engine_bytes = Gauge("engine_cache_bytes", "Bytes of them and of the data behind them", registry=registry)
         self.load_seconds = Histogram(
             "engine_load_seconds", "Time to make an engine ready", buckets=LOAD_SECONDS, registry=registry
         )

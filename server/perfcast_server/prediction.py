@@ -142,16 +142,17 @@ class Prediction:
 
 
 class _Steps:
-    """One stream of steps: the engine that it is about stays until another is named, with the data of the day."""
+    """One stream of steps: the engine that it is about stays until another is named, with the data of the day. Where it
+    was let go of to make room, it is made ready again."""
 
     def __init__(self, prediction: Prediction, engines: Engines) -> None:
         self._prediction = prediction
         self._engines = engines
-        self._ready: Ready | None = None
+        self._about: tuple[str, common_pb2.EngineConfig] | None = None  # handle and configuration
 
     def at_once(self, request: prediction_pb2.StreamStepsRequest) -> bytes | None:
-        ready = self._ready
-        if ready is None or request.WhichOneof("engine") is not None or not self._engines.is_current(ready):
+        ready = None if self._about is None else self._engines.get(self._about[0])
+        if ready is None or request.WhichOneof("engine") is not None:
             return None
         quick = self._prediction.quick(ready, request)
         return None if quick is None else single.streamed(request.sequence, quick.ms)
@@ -160,13 +161,15 @@ class _Steps:
         stamp: common_pb2.EngineStamp | None = None
         try:
             if request.WhichOneof("engine") is not None:
-                self._ready = ready = await self._engines.of(request)
+                ready = await self._engines.of(request)
                 stamp = ready.stamp
-            elif self._ready is None:
+            elif self._about is None:
                 raise invalid("engine", "is missing in the first message; give config or handle")
-            elif (ready := self._ready) is not (current := await self._engines.current(ready)):
-                self._ready = ready = current
-                stamp = ready.stamp
+            else:
+                handle, config = self._about
+                ready = self._engines.get(handle) or await self._engines.by_config(config)
+                stamp = None if ready.stamp.handle == handle else ready.stamp
+            self._about = ready.stamp.handle, ready.original
             quick = self._prediction.quick(ready, request)
             ms = await self._prediction.latency_ms(ready, request) if quick is None else quick.ms
             return single.streamed(request.sequence, ms, stamp)

@@ -75,7 +75,9 @@ class Settings:
     max_config_json_bytes: int = _setting(1 << 20, "largest inline config.json")
     response_cache_bytes: int = _setting(64 << 20, "bound of the cache of serialised answers; 0 is off")
     max_engines: int = _setting(128, "engines kept ready; the least recently used leaves first")
-    max_engine_bytes: int = _setting(1 << 30, "tables of engines kept ready; loading one more makes room")
+    max_engine_bytes: int = _setting(
+        1 << 30, "engines kept ready with the data behind them; more make room by themselves"
+    )
     max_surface_bytes: int = _setting(256 << 20, "bound of the cache of compiled surfaces")
     max_handles: int = _setting(4096, "configurations remembered by handle")
     drain_delay_s: float = _setting(0.0, "seconds between NOT_SERVING and refusing new calls on SIGTERM")

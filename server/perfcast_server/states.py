@@ -79,6 +79,13 @@ class States:
         """CALIBRATION_OFF without a folder."""
         self._on()
 
+    def forget_models(self, is_ready: Callable[[str], bool]) -> None:
+        """Keep no engines for the sake of their models that are not ready (handles) by themselves."""
+        with self._lock:
+            for key in self._models:
+                if key[0] and not is_ready(key[0]):
+                    self._models.pop(key)
+
     def known(self, key: Key) -> PassModel | None:
         """The model of a state if it is at hand."""
         with self._lock:

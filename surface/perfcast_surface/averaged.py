@@ -38,6 +38,11 @@ class Averaged:
         self._means[-1] = np.nan
         self._filled = np.zeros((size - 1 >> BITS) + 1, np.bool_)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the means filled in so far."""
+        return int(np.count_nonzero(self._filled)) * BLOCK * self._rows * self._means.itemsize
+
     def at(self, batch: Ints, length: Ints) -> F64:
         """The mean at each point; NaN where a sample is outside of the plane."""
         self._fill(length)

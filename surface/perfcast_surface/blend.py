@@ -28,13 +28,17 @@ class Blend:
     @cached_property
     def one(self) -> Callable[..., float]:
         """``at`` for single numbers."""
-        return self.parts[0][1].one if len(self.parts) == 1 else self._one
+        (_, first), *rest = ((weight, plane.one) for weight, plane in self.parts)
+        if not rest:
+            return first
 
-    def _one(self, *query: int) -> float:
-        ms = self.parts[0][1].one(*query)
-        for weight, plane in self.parts[1:]:
-            ms += (plane.one(*query) - ms) * weight
-        return ms
+        def one(*query: int) -> float:
+            ms = first(*query)
+            for weight, read in rest:
+                ms += (read(*query) - ms) * weight
+            return ms
+
+        return one
 
     @property
     def lines(self) -> Lines | None:

@@ -138,11 +138,15 @@ class Plane:
         """``at`` for whole numbers."""
         return self.at(*query) if self.lines is None else self.lines.at(*query)
 
-    @cached_property
+    @property
     def one(self) -> Callable[..., float]:
         """``at_counts`` for single numbers."""
+        return self._one if self._along_lines is None else self._along_lines
+
+    @cached_property
+    def _along_lines(self) -> Callable[..., float] | None:
         if self.lines is None:
-            return self._one
+            return None
         read = self.lines.one()
         return (lambda along, row: read(row, along)) if self.roots else read
 

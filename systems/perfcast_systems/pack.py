@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import zstandard
@@ -62,7 +63,7 @@ class Identity:
         return f"{self.system}/{self.backend}-{self.version}{SUFFIX}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PackTable:
     """One decoded table. columns: N rows in narrow unsigned types, sorted lexicographically in ``key`` order; ms
     (N,) float64; power W (N,) or None; source (N,) index into ``sources``; shadowed (N,) tells rows at whose
@@ -79,6 +80,7 @@ class PackTable:
     shadowed: NDArray[np.bool_]
     sources: tuple[Mapping[str, Any], ...]
     first: tuple[int, ...]
+    base: PackTable | None  # whose columns and latencies these are
 
     @property
     def own(self) -> NDArray[np.bool_]:
@@ -98,7 +100,7 @@ class Pack:
         self.path = path
         self.name = f"{path.parent.name}/{path.name}"
         self._lock = threading.Lock()
-        self._tables: dict[str, PackTable] = {}
+        self._tables: WeakValueDictionary[str, PackTable] = WeakValueDictionary()
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -123,14 +125,16 @@ class Pack:
         return [self.header["sources"][index] for index in self.header["files"].get(stem, [])]
 
     def table(self, name: str) -> PackTable | None:
-        """The decoded table (kept), None if the pack has none of that name. PackError when it is damaged."""
+        """The decoded table, the same for all who hold it; None if the pack has none of that name. PackError when it is
+        damaged."""
         entry = self.header["tables"].get(name)
         if entry is None:
             return None
         with self._lock:
-            if name not in self._tables:
-                self._tables[name] = self._decode(name, entry)
-            return self._tables[name]
+            table = self._tables.get(name)
+            if table is None:
+                table = self._tables[name] = self._decode(name, entry)
+            return table
 
     def verify(self) -> None:
         """Read and check every blob; PackError names the first table that fails."""
@@ -161,7 +165,10 @@ class Pack:
         return self.base.raw(name, part)
 
     def _decode(self, name: str, entry: Mapping[str, Any]) -> PackTable:
-        columns, ms, power = self._body(name, entry)
+        base = None
+        if entry["body"]["how"] == "same" and self.base is not None:
+            base = self.base.table(name)
+        columns, ms, power = self._body(name, entry) if base is None else (base.columns, base.ms, base.power)
         code = np.frombuffer(self.raw(name, "source"), np.uint8)
         sources = tuple(self.header["sources"][index] for index in entry["sources"])
         if len(code) != len(ms) or (len(code) and int((code & MASK).max()) >= len(sources)):
@@ -177,13 +184,10 @@ class Pack:
             shadowed=code >= SHADOWED,
             sources=sources,
             first=tuple(entry["first"]),
+            base=base,
         )
 
     def _body(self, name: str, entry: Mapping[str, Any]) -> tuple[tuple[Stored, ...], Reals, Reals | None]:
-        if entry["body"]["how"] == "same" and self.base is not None:
-            same = self.base.table(name)
-            assert same is not None
-            return same.columns, same.ms, same.power
         try:
             return take_body(self.raw(name, "body"), len(entry["key"]), entry["rows"])
         except Damaged as error:

@@ -11,11 +11,12 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from perfcast.v1 import prediction_pb2
-from perfcast_client import Client, DecodeTrajectory, EngineConfig, Prefill, errors
+from perfcast_client import Client, DecodeStep, DecodeTrajectory, EngineConfig, Prefill, errors
 from perfcast_server.app import NotReady, Server
 from perfcast_server.lifecycle import State
 from perfcast_server.logs import JsonFormatter
@@ -208,6 +209,30 @@ def test_engines_are_bounded_and_come_back_by_handle() -> None:
         assert len(set(handles)) == 4
         assert served.metric("engine_cache_entries") == 2
         assert client.predict(handles[0], Prefill(1, 128)).engine.handle == handles[0]
+
+
+async def weighed(served: Running) -> None:
+    served.server.engines.weigh()
+    served.server.engines.make_room()
+
+
+def test_a_flood_of_engines_and_requests_stays_within_the_bound() -> None:
+    most = 24 << 20
+    with running(max_engine_bytes=most) as served, Client(served.address) as client:
+        configs = [EngineConfig(**{**CONFIG.to_dict(), "tp": tp, "nextn": n}) for n in range(8) for tp in (1, 2, 4, 8)]
+        for config in configs:
+            handle = client.predict(config, Prefill(1, 128)).engine.handle
+            client.predict_many(handle, DecodeStep(8, np.arange(1, 30_000, 100), 2))
+            served.do(weighed(served))
+            assert served.metric("engine_cache_bytes") <= most
+        assert 1 < served.metric("engine_cache_entries") < len(configs)
+        kept = served.metric("engine_cache_bytes")
+        with client.stream(configs[0]) as stream:  # which is not kept for the stream's sake
+            before = stream.predict_ms(Prefill(1, 128))
+            for config in configs[1:]:
+                client.predict(config, Prefill(1, 128))
+            assert stream.predict_ms(Prefill(1, 128)) == before
+        assert kept > most / 4
 
 
 def test_engines_are_bounded_by_the_bytes_of_their_tables() -> None:

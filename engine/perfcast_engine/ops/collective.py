@@ -75,9 +75,9 @@ class _Collective(TokenOp):
 
     def _estimate(self, db: Database, elements: F64) -> Answer:
         table = self._present(db)[0]
-        group = min(self.gpus, self._largest(db, [table]))
+        system, group = db.system, min(self.gpus, self._largest(db, [table]))
         key = (*self.named_key, group, *self.tail)
-        curve = Slice(table, key, lambda size: self.ring(db.system, size, group), also="util")
+        curve = Slice(table, key, lambda size: self.ring(system, size, group), also="util")
         basis = curve.basis(db)._replace(tier=Tier.EMPIRICAL if group == self.gpus else Tier.XSHAPE)
         return estimated(basis, (elements,), self.ring(db.system, elements, self.gpus), self.name)
 

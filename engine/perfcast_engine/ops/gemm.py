@@ -94,9 +94,10 @@ class Gemm(TokenOp):
 
 def _products(db: Database, mode: QuantMode) -> Surface | None:
     """The measured products of one mode; latencies below the roofline are lifted to it where its rate is known."""
-    known = db.system.flops.get(mode.rate, 0.0) > 0
-    every = Slice("gemm", (mode.name,), lambda m, n, k: roofline(db.system, mode, m, n, k).time, clamp=known)
-    return db.kept(("gemm products", mode), lambda: every.read(db))
+    system = db.system
+    known = system.flops.get(mode.rate, 0.0) > 0
+    every = Slice("gemm", (mode.name,), lambda m, n, k: roofline(system, mode, m, n, k).time, clamp=known)
+    return db.kept(("gemm products", mode), lambda: every.read(db), for_all=True)
 
 
 def _sites(db: Database, mode: QuantMode) -> Sites:
@@ -107,7 +108,7 @@ def _sites(db: Database, mode: QuantMode) -> Sites:
         m, n, k = surface.grid.floats
         return Sites(Curves.of([n, k], m, surface.grid.ms, _ranks(db, mode)), surface.sol)
 
-    return db.kept(("gemm sites", mode), build)
+    return db.kept(("gemm sites", mode), build, for_all=True)
 
 
 def _ranks(db: Database, mode: QuantMode) -> dict[tuple[float, ...], int]:
@@ -151,7 +152,8 @@ FLAT = "computescale"  # a difference of measurements: flat outside of them, and
 def _quantise(db: Database, at: Points, table: str, k: int, what: str) -> Answer:
     """One of ``STEPS`` for at.x tokens of k elements, which an fp8_static product saves. Outside of the measurements it
     is in proportion to its roofline, unless flat."""
-    steps = Slice(table, ("fp8",), lambda m, k: db.system.memory_sol_ms(STEPS[table] * m * k))
+    system = db.system
+    steps = Slice(table, ("fp8",), lambda m, k: system.memory_sol_ms(STEPS[table] * m * k))
 
     def silicon(db: Database, at: Points) -> Answer:
         m, depth = steps.surface(db).grid.floats

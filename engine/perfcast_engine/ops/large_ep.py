@@ -243,9 +243,10 @@ class MoeExperts(Experts):
         return wanted if wanted in held else held[0]
 
     def _curve(self, db: Database, kernel: str) -> Slice:
-        self.rate(db.system)
+        system = db.system
+        self.rate(system)
         key = (kernel, self.quant, self._distribution(db.table(self.table), kernel), self.phase, *self.named_key)
-        return Slice(self.table, key, lambda tokens: self.roofline(db.system, tokens).time, also=self.shape)
+        return Slice(self.table, key, lambda tokens: self.roofline(system, tokens).time, also=self.shape)
 
     def _distribution(self, table: Table, kernel: str) -> str:
         """The asked one if it was measured in this phase, else the one that stands in, else the first that was."""

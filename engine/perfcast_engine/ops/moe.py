@@ -148,9 +148,9 @@ class Moe(Experts):
 
     def curve(self, db: Database, table: str, judge: Experts | None = None) -> Slice:
         """Its latency over tokens in ``table``, with the roofline of ``judge`` (its own by default)."""
-        judge = judge or self
+        judge, system = judge or self, db.system
         key = db.kept(("expert key", table, self.shape), lambda: (*self.head(db, table), *self.named_key))
-        return Slice(table, key, lambda tokens: judge.roofline(db.system, tokens).time, also=judge.shape)
+        return Slice(table, key, lambda tokens: judge.roofline(system, tokens).time, also=judge.shape)
 
     def _basis(self, db: Database, table: str) -> Basis:
         """Own samples, else of another shape, else of a quantisation of equal profile, else of the closest profile;

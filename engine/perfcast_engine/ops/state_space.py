@@ -19,6 +19,7 @@ from perfcast_engine.formula import compiled, let, scope, value
 from perfcast_engine.interp.grid import Grid, Sol
 from perfcast_engine.interp.surface import Surface
 from perfcast_engine.ops.base import Op, Reads
+from perfcast_engine.system import SystemSpec
 from perfcast_engine.tables.database import Database
 from perfcast_engine.tables.table import Key, Table
 
@@ -96,7 +97,7 @@ class StateKernel(Op):
         if route is None:
             return Answer.zero(len(at))
         batch, s = self.extent(at)
-        answer = Answer.of(self._roofline(db, route.kernel)(batch, s), Source.SOL)
+        answer = Answer.of(self._roofline(db.system, route.kernel)(batch, s), Source.SOL)
         surface = self._surface(db, route)
         if surface is None:
             return answer
@@ -123,23 +124,25 @@ class StateKernel(Op):
         route = self.route(db)
         return Source.SOL if route is not None and self._surface(db, route) is None else Source.SILICON
 
-    def _roofline(self, db: Database, kernel: str) -> Sol:
+    def _roofline(self, system: SystemSpec, kernel: str) -> Sol:
         per = self.moved(kernel)
 
         def ms(batch: F64, s: F64 | float = 0.0) -> F64:
             tokens = np.where(s > 0, batch * s, batch)
-            return db.system.memory_sol_ms(per.token * tokens + per.request * batch + per.chunk * (s // CHUNK) * batch)
+            return system.memory_sol_ms(per.token * tokens + per.request * batch + per.chunk * (s // CHUNK) * batch)
 
         return ms
 
     def _surface(self, db: Database, route: Route) -> Surface | None:
+        system = db.system
+
         def build() -> Surface | None:
             table = db.find(self.table)
             key = None if table is None or route.rows_of is None else self.key(table, route.rows_of)
             grid = None if table is None or key is None else table.grid(*key)
             if grid is not None and not self.lengthy:
                 grid = Grid(grid.coords[:1], grid.ms, grid.power)
-            return None if grid is None else Surface(grid, self._roofline(db, route.kernel))
+            return None if grid is None else Surface(grid, self._roofline(system, route.kernel))
 
         return db.kept((self.table, route, self.shape), build)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from perfcast_systems.pack import SUFFIX, Pack, PackError, PackTable
 from perfcast_engine.answer import Mask, Tier
 from perfcast_engine.errors import DataCorrupt, EngineError, InvalidField, PerfDataMissing, Reason, UnknownName
 from perfcast_engine.system import SystemSpec
-from perfcast_engine.tables.database import AGGRESSIVE, Database, Mode
+from perfcast_engine.tables.database import AGGRESSIVE, Database, Derived, Mode
 from perfcast_engine.tables.specs import read_spec
 from perfcast_engine.tables.table import Table
 
@@ -32,7 +33,14 @@ class PackSource:
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
         self._lock = threading.Lock()
+        self._packed: dict[str, PackTable | None] = {}
         self._tables: dict[str, tuple[Table | None, Table | None]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables read so far."""
+        tables = [table for pair in list(self._tables.values()) for table in pair if table is not None]
+        return sum({id(array): array.nbytes for table in tables for array in table.arrays}.values())
 
     def table(self, name: str, shared: bool) -> Table | None:
         with self._lock:
@@ -41,6 +49,7 @@ class PackSource:
                     packed = self.pack.table(name)
                 except PackError as error:
                     raise _corrupt(error) from error
+                self._packed[name] = packed  # shared with packs that are coded against this one
                 every = None if packed is None else _table(packed, np.ones(len(packed.ms), np.bool_))
                 own = every if packed is None or packed.own.all() else _table(packed, packed.own)
                 self._tables[name] = every, own
@@ -74,8 +83,10 @@ class Catalog:
     roots: Sequence[Path] = ()
     _specs: dict[str, SystemSpec | DataCorrupt] = field(init=False, default_factory=dict, repr=False)
     _packs: dict[tuple[str, str, str], PackInfo] = field(init=False, default_factory=dict, repr=False)
-    _open: dict[Path, PackSource] = field(init=False, default_factory=dict, repr=False)
+    _open: dict[Path, Pack] = field(init=False, default_factory=dict, repr=False)
     _databases: dict[object, Database] = field(init=False, default_factory=dict, repr=False)
+    _alive: WeakValueDictionary[object, Database] = field(init=False, default_factory=WeakValueDictionary, repr=False)
+    _sources: WeakValueDictionary[Path, PackSource] = field(init=False, default_factory=WeakValueDictionary, repr=False)
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock, repr=False)
 
     def __post_init__(self) -> None:
@@ -166,13 +177,31 @@ class Catalog:
             return Database(spec, backend, literal, lambda name, shared: None, chosen, policy)
         key = (system, backend, literal, chosen, policy)
         with self._lock:
-            found = self._databases.pop(key, None)
+            found = self._databases.pop(key, None) or self._alive.get(key)
             if found is None:
-                found = Database(spec, backend, literal, self._opened(path).table, chosen, policy)
+                source = self._source(path).table
+                found = self._alive[key] = Database(spec, backend, literal, source, chosen, policy)
             self._databases[key] = found  # the one asked for last is the last to go
             while len(self._databases) > MAX_DATABASES:
                 del self._databases[next(iter(self._databases))]
             return found
+
+    def let_go(self) -> None:
+        """Forget all that nobody else holds on to: databases without engines, and their tables."""
+        with self._lock:
+            self._databases.clear()
+
+    def derived(self) -> Iterator[Derived]:
+        """What is kept for engines to come."""
+        with self._lock:
+            databases = list(self._databases.values())
+        for database in databases:
+            yield from database.derived()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables that are open."""
+        return sum(source.nbytes for source in list(self._sources.values()))
 
     def pack(self, system: str, backend: str, version: str = "current") -> Pack:
         """The pack itself, for provenance; PerfDataMissing when there is none."""
@@ -180,7 +209,7 @@ class Catalog:
         path = self._path(system, backend, literal)
         if path is None:
             raise PerfDataMissing(f"no measured tables for {backend} {literal} on {system}", system=system)
-        return self._opened(path).pack
+        return self._opened(path)
 
     def ls(self) -> list[PackInfo]:
         """All packs, by system, backend and version."""
@@ -190,7 +219,7 @@ class Catalog:
         """Content hash of all systems and packs: equal data have equal digests."""
         found = [f"{name} {self._specs[name]!r}" for name in sorted(self._specs)]
         for info in self.ls():
-            digest = "" if info.problem is not None else self._opened(info.path).pack.digest
+            digest = "" if info.problem is not None else self._opened(info.path).digest
             found.append(f"{info.system} {info.backend} {info.version} {digest}")
         return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
@@ -202,7 +231,7 @@ class Catalog:
                 if info.problem is not None:
                     problems.append(info.problem)
                 elif info.path not in known:
-                    self._opened(info.path).pack.verify()
+                    self._opened(info.path).verify()
             except PackError as error:
                 problems.append(_corrupt(error))
         return problems
@@ -221,18 +250,25 @@ class Catalog:
         system, (backend, _, version) = path.parent.name, path.stem.partition("-")
         size = path.stat().st_size if path.exists() else 0  # a dangling link
         try:
-            pack = self._opened(path).pack
+            pack = self._opened(path)
         except PackError as error:
             return PackInfo(system, backend, version, "", path, size, problem=_corrupt(error))
         tables: Mapping[str, Mapping[str, int]] = pack.header["tables"]
         rows = sum(table["rows"] for table in tables.values())
         return PackInfo(system, backend, version, pack.identity.slot, path, size, len(tables), rows)
 
-    def _opened(self, path: Path) -> PackSource:
+    def _opened(self, path: Path) -> Pack:
         with self._lock:
             if path not in self._open:
-                self._open[path] = PackSource(Pack(path, lambda base: self._opened(path.parents[1] / base).pack))
+                self._open[path] = Pack(path, lambda base: self._opened(path.parents[1] / base))
             return self._open[path]
+
+    def _source(self, path: Path) -> PackSource:
+        with self._lock:
+            source = self._sources.get(path)
+            if source is None:
+                source = self._sources[path] = PackSource(self._opened(path))
+            return source
 
 
 def _mode(mode: Mode | str) -> Mode:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ class Table:
     vocab: Mapping[str, Sequence[str]]
     ms: F64
     power: F64 | None = None
-    _grids: dict[tuple[Key, ...], Grid] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.ms)
@@ -78,14 +77,17 @@ class Table:
         return [self.value(column, code) for code in np.unique(self.columns[len(prefix)][rows])]
 
     def grid(self, *prefix: Key) -> Grid | None:
-        """The nested grid over the key columns that follow ``prefix`` (kept); None if no row has that prefix."""
-        if prefix not in self._grids:
-            rows = self.rows(*prefix)
-            if rows is None:
-                return None
-            self._grids[prefix] = Grid(
-                tuple(column[rows].astype(np.int64) for column in self.columns[len(prefix) :]),
-                self.ms[rows],
-                None if self.power is None else self.power[rows],
-            )
-        return self._grids[prefix]
+        """The nested grid over the key columns that follow ``prefix``; None if no row has that prefix."""
+        rows = self.rows(*prefix)
+        if rows is None:
+            return None
+        return Grid(
+            tuple(column[rows].astype(np.int64) for column in self.columns[len(prefix) :]),
+            self.ms[rows],
+            None if self.power is None else self.power[rows],
+        )
+
+    @property
+    def arrays(self) -> list[NDArray[Any]]:
+        """All that it holds."""
+        return [*self.columns, self.ms, *([] if self.power is None else [self.power])]

@@ -118,6 +118,6 @@ class Served:
         for step in self.steps.values() if self.missing().any() else ():
             for _, error in step.misses:
                 if not isinstance(error, PerfDataMissing):
-                    raise error
+                    raise error.anew()
                 found = found or error
         return found
