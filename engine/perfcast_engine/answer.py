@@ -180,10 +180,6 @@ class Answer(Missing):
     def scaled(self, factor: float | F64) -> Answer:
         return replace(self, ms=self.ms * factor, energy=self.energy * factor)
 
-    def clamped(self) -> Answer:
-        """No negative latency or energy (NaN stays NaN)."""
-        return replace(self, ms=np.maximum(self.ms, 0.0), energy=np.maximum(self.energy, 0.0))
-
     def tagged(self, source: Source) -> Answer:
         return replace(self, source=np.full(len(self), source, np.uint8))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from perfcast_engine.answer import F64, Mask
 from perfcast_engine.interp.grid import Ints
-from perfcast_engine.interp.hold import TINY
+from perfcast_engine.interp.util import TINY
 
 NEIGHBOURS = 4
 GATE = 2.0  # octaves

@@ -13,8 +13,7 @@ from perfcast_surface.plane import Plane
 
 from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Coords, Grid, Query, Sol
-from perfcast_engine.interp.hold import Hold
-from perfcast_engine.interp.util import UtilGrid
+from perfcast_engine.interp.util import Hold, UtilGrid
 
 SHEETS = 32  # of one surface that are kept
 

@@ -1,15 +1,101 @@
-"""The utilisation-space model: latency = roofline / utilisation of the nearest measured samples (spec/02 section 9)."""
+"""Latency from the utilisation of the nearest samples: roofline / utilisation (spec/02 sections 3 and 9)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf, log2, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64
-from perfcast_engine.interp.grid import Coords, Query
-from perfcast_engine.interp.nearest import Samples
+from perfcast_engine.interp.grid import Coords, Grid, Query
+from perfcast_engine.interp.nearest import BOX, Samples
+
+ANCHORS = 4
+TINY = 1e-12
+BOXES = 1 << 12  # of single queries that are kept
+Box = tuple[float, float, float]  # the first coordinate, and which box the logarithms of the others are in
+Leaf = tuple[float, float, float, float]  # squared distance on the first axis, logarithms of the others, utilisation
+
+
+@dataclass(frozen=True, eq=False)
+class Hold:
+    """The leaves that a hold may lean on: log2 coordinates, roofline / latency (N,), power (N,) or None."""
+
+    leaves: Samples
+    util: F64
+    power: F64 | None
+    _boxes: dict[Box, list[Leaf]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, grid: Grid, sol: F64) -> Hold:
+        """``sol``: the roofline (ms) of each leaf."""
+        valid = (grid.ms > 0) & np.isfinite(grid.ms) & (sol > 0) & np.isfinite(sol)
+        logs = np.log2(np.maximum(np.stack([c[valid] for c in grid.floats]), TINY))
+        return cls(Samples(logs), sol[valid] / grid.ms[valid], None if grid.power is None else grid.power[valid])
+
+    def at(self, query: Coords) -> tuple[F64, F64 | None]:
+        """Utilisation and power of the nearest four leaves in log space, weights tapering to 0 at the distance of the
+        fifth; utilisation 0 where there is no leaf."""
+        if not len(self.util):
+            return np.zeros(len(query[0])), self.power
+        index, distance = self.leaves.nearest(np.log2(np.maximum(np.stack(query), TINY)), ANCHORS + 1)
+        weight = _taper(distance)
+        index = index[:ANCHORS]
+        mass = weight.sum(axis=0)
+        util = (weight * self.util[index]).sum(axis=0) / mass
+        return util, None if self.power is None else (weight * self.power[index]).sum(axis=0) / mass
+
+    def one(self, lead: float, x: float, y: float) -> float:
+        """The utilisation that ``at`` gives to a single query, of three axes."""
+        x, y = log2(max(x, TINY)), log2(max(y, TINY))
+        near = [
+            (sqrt(off + (a - x) * (a - x) + (b - y) * (b - y)), rank, util)
+            for rank, (off, a, b, util) in enumerate(self._candidates(lead, x, y))
+        ]
+        near.sort()
+        reach = near[ANCHORS][0] if len(near) > ANCHORS else inf
+        del near[ANCHORS:]
+        total = mass = 0.0
+        for distance, _, util in near:
+            if reach < inf:
+                weight = (reach - distance) / (reach * distance + TINY)
+                weight *= weight
+            else:
+                weight = 1 / (distance * distance + TINY)
+            mass += weight
+            total += weight * util
+        if mass > 0:
+            return total / mass
+        return sum(util for _, _, util in near) / len(near) if near else 0.0
+
+    def _candidates(self, lead: float, x: float, y: float) -> list[Leaf]:
+        """Leaves of which the nearest to any query in the box around (x, y) are some."""
+        box = lead, x // BOX, y // BOX
+        found = self._boxes.get(box)
+        if found is None:
+            first, count = np.log2(max(lead, TINY)), min(ANCHORS + 1, len(self.util))
+            sides = [[first, first], *([number * BOX, (number + 1) * BOX] for number in box[1:])]
+            some = self.leaves.near(np.array(sides), count) if count else np.zeros(0, np.intp)
+            off, a, b = self.leaves.at[:, some]
+            columns = (off - first) ** 2, a, b, self.util[some]
+            found = list(zip(*(column.tolist() for column in columns), strict=True))
+            if len(self._boxes) >= BOXES:
+                self._boxes.clear()
+            self._boxes[box] = found
+        return found
+
+
+def _taper(distance: F64) -> F64:
+    """Weights (<= 4, Q) of the nearest anchors from their ascending distances (<= 5, Q)."""
+    d = distance[:ANCHORS]
+    if len(distance) <= ANCHORS:
+        return 1 / (d * d + TINY)
+    reach = distance[ANCHORS]
+    weight: NDArray[np.float64] = (np.maximum(reach - d, 0.0) / (reach * d + TINY)) ** 2
+    return np.where(weight.sum(axis=0) > 0, weight, 1.0)
+
 
 FLOOR = 1e-9
 

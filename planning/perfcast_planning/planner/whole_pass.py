@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -89,7 +89,8 @@ class WholePass:
     def _beside(self, requests: F64, kv: F64, prefills: Mask) -> Answer:
         """Decodes; beside a prefill only what they cost beyond an empty pass, at least 0."""
         empty = _part(prefills, lambda at: self.baseline(requests[at]))
-        return (self.decode(requests, kv) + empty.scaled(-1.0)).clamped()
+        rest = self.decode(requests, kv) + empty.scaled(-1.0)
+        return replace(rest, ms=np.maximum(rest.ms, 0.0))
 
     @cached_property
     def _prefills(self) -> Sites | None:
