@@ -52,10 +52,13 @@ WARM_SHARE, WINDOW_SHARE = 0.3, 0.2
 SAMPLE_S, RELOAD_S = 1.0, 60.0
 FULL_SOON = (
     *("--response-cache-bytes", str(2 * MIB), "--max-surface-bytes", str(8 * MIB), "--max-engines", "12"),
+    *("--max-engine-bytes", str(128 * MIB)),
     *("--max-handles", "32", "--max-wait-s", "5", "--max-states", "64"),
 )
-MODELS = ("Qwen/Qwen3-32B-FP8", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-120b", "no/such-model")
-SYSTEMS, BACKENDS = ("h200_sxm", "b200_sxm"), ("trtllm", "vllm")  # few enough to be met all between two reloads
+MODELS = (
+    *("Qwen/Qwen3-32B-FP8", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-120b", "deepseek-ai/DeepSeek-V3", "no/such-model"),
+)
+SYSTEMS, BACKENDS = ("h200_sxm", "h100_sxm", "b200_sxm"), ("trtllm", "vllm", "sglang")
 FAULTS = (errors.ServerFault, errors.Unavailable, errors.DeadlineExceeded, errors.DamagedSurface)
 Ask = Callable[[Client, random.Random], object]
 
@@ -65,7 +68,7 @@ def engine(dice: random.Random) -> EngineConfig:
         model=dice.choice(MODELS),
         system=dice.choice(SYSTEMS),
         backend=dice.choice(BACKENDS),
-        tp=dice.choice((2, 4)),
+        tp=dice.choice((1, 2, 4, 8)),
         database_mode=dice.choice(("silicon", "hybrid")),
     )
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from functools import partial
 
 from perfcast.v1 import prediction_pb2
+from perfcast_client import Client
 
-from tests.proof import fault, fuzz, requests
+from tests.proof import fault, fuzz, load, overload, requests
 from tests.proof.memory import MIB
 from tests.proof.soak import Soak
+from tests.server.running import process
 
 
 def test_no_call_fails_while_a_worker_is_killed_and_another_stopped() -> None:
@@ -52,3 +56,20 @@ def test_memory_that_grows_is_told_from_memory_that_does_not() -> None:
         flat.samples.append((float(second), {"serve": (500 * MIB + second % 7, 400 * MIB)}))
         grown.samples.append((float(second), {"serve": ((500 + second) * MIB, 400 * MIB)}))
     assert flat.is_flat and not grown.is_flat
+
+
+def test_more_calls_than_can_be_answered_are_answered_or_refused_by_limit() -> None:
+    with process() as served:
+        with Client(served.address) as client:
+            handle = client.resolve(load.CONFIG).handle
+        asked: list[overload.Loop] = []
+        for kind, rate in (("estimate", 200.0), ("step", 20.0)):
+            path, made = load.WORK[kind]
+            asked.append((served.address, path, made(handle), rate))
+        heard, beside = asyncio.run(overload.at_once(asked, 1.5))
+        assert heard.answered and set(heard.refused) <= {"LIMIT"}
+        assert beside.answered and set(beside.refused) <= {"LIMIT"}
+        path, made = load.WORK["steps"]
+        again = load.on(served.address, path, partial(load.closed, requests=made(handle), callers=4, seconds=0.5))
+        assert again.answered and set(again.refused) <= {"LIMIT"}
+        assert served.popen.poll() is None
