@@ -16,7 +16,8 @@ from typing import Any
 
 EVERY_S = 15.0
 SWITCH_S = 0.0005  # that a thread may keep the interpreter while the event loop waits for it; Python's 5 ms add up
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt
+TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # of mallopt
+ARENAS = 2  # one interpreter works at a time: more would only keep what each of many threads once took
 KEPT_BYTES = 64 << 20  # at the end of the heap, for temporary arrays
 APART_BYTES = 4 << 20  # larger arrays lie apart: they take what is written to, and go back when they are let go of
 
@@ -35,6 +36,7 @@ def settle() -> None:
     sys.setswitchinterval(SWITCH_S)
     library = _library()
     if library is not None:
+        library.mallopt(ARENA_MAX, ARENAS)
         library.mallopt(MMAP_THRESHOLD, APART_BYTES)
         library.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
 
