@@ -70,6 +70,11 @@ def test_an_aggregated_estimate_is_the_engine_s(client: Client, predictor: Predi
     assert [step.name for step in told.steps] == ["mixed", "decode"]
     for step in told.steps:
         assert sum(operator.latency_ms for operator in step.operators) == pytest.approx(step.latency_ms)
+    short = client.estimate(Aggregated(engine=CONFIG, batch=16), LOAD).steps
+    assert [step.latency_ms for step in short] == same([step.latency_ms for step in told.steps])
+    assert [step.latency_ms for step in short] == same(
+        [deployment.iterations.mixed_step_ms, deployment.iterations.decode_step_ms]
+    )
     (memory,) = told.memory
     assert memory.total_bytes / 2**30 == pytest.approx(deployment.workers[0].memory_gib_per_gpu)
     assert told.profile == "corrected" and told.warnings == ()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from perfcast_engine.answer import F64
 from perfcast_engine.backends import Backend
 from perfcast_engine.errors import InvalidField
@@ -101,11 +102,13 @@ def aggregated(
     limits: EngineLimits = DEFAULTS,
     *,
     memory: Footprint | None = None,
+    told: bool = False,
     operators: bool = False,
 ) -> Served:
     """``batch`` requests per rank in flight, ``ctx_tokens`` prefill tokens an iteration; both (N,).
 
-    Latencies are NaN where data miss.
+    Latencies are NaN where data miss. ``told``: the steps behind the answer are those of the points; otherwise what was
+    priced to find theirs, good for what it misses.
     """
     batch, ctx = (np.atleast_1d(np.asarray(v, np.float64)) for v in (batch, ctx_tokens))
     batch, ctx = np.broadcast_arrays(batch, ctx)
@@ -119,8 +122,8 @@ def aggregated(
     prompt = prompt_to_compute(worker, load)
     plan = schedule(worker.memory.backend, profile, batch, ctx, prompt, load.osl, limits.accepted)
     prompt_tokens = ctx if prompt == isl else np.round(ctx * isl / prompt)  # with what is cached of them
-    steps = _steps(worker, load, prompt_tokens, plan, operators)
-    (mixed, mixed_ms), (decode, decode_ms) = steps["mixed"], steps["decode"]
+    mixed, decode = _steps(worker, load, prompt_tokens, plan)
+    mixed_ms, decode_ms = mixed.ms, decode.ms
     encode, rest, zero = worker.encode_ms(load, batch), max(load.osl - 1, 0), np.zeros(len(batch))
     dispatch = worker.memory.backend.dispatch_ms_per_layer * worker.layers
     ttft = encode + (mixed_ms * plan.chunks + dispatch) * plan.queue
@@ -134,7 +137,7 @@ def aggregated(
         rate = np.where(latency > 0, np.minimum(rate, _ratio(batch * tokens * 1000, latency)), rate)
     rate = rate * p.pp * p.attn_dp
     per_s = rate / tokens if tokens else zero
-    energy = plan.mixed * mixed.energy + plan.decode_only * decode.energy if len(mixed) == len(batch) else zero
+    energy = plan.mixed * mixed.energy + plan.decode_only * decode.energy
     lone = batch == 1
     rows = Rows(
         {
@@ -164,29 +167,46 @@ def aggregated(
             "decode_step_ms": decode_ms,
         }
     )
-    return Served(rows, memory, {"mixed": mixed, "decode": decode})
+    steps = {"mixed": mixed.priced, "decode": decode.priced}
+    if told:
+        isl, osl = worker.prompt_tokens(load), load.osl
+        steps = {
+            "mixed": worker.step.mixed(prompt_tokens, plan.mixed_decodes, isl, osl, load.prefix, operators=operators),
+            "decode": worker.step.decode_step(plan.decodes, isl, osl, operators=operators),
+        }
+    return Served(rows, memory, steps)
 
 
-def _steps(
-    worker: Worker, load: Workload, prompt_tokens: F64, plan: Schedule, operators: bool
-) -> dict[str, tuple[StepResult, F64]]:
-    """The mixed and the decode-only iteration of each point: what was priced, and the time (N,) that counts."""
-    step, isl = worker.step, worker.prompt_tokens(load)
-    if worker.profile[MEASURED_DIPS] or operators:
-        mixed = step.mixed(prompt_tokens, plan.mixed_decodes, isl, load.osl, load.prefix, operators=operators)
-        decode = step.decode_step(plan.decodes, isl, load.osl, operators=operators)
-        found = {"mixed": (mixed, mixed.ms), "decode": (decode, decode.ms)}
-        if worker.profile[MEASURED_DIPS]:
-            return found
+class Iteration(NamedTuple):
+    """One kind of iteration at N points: its time (N,) and energy (N,) in W ms, and what was priced to find them."""
+
+    ms: F64
+    energy: F64
+    priced: StepResult
+
+
+def _steps(worker: Worker, load: Workload, prompt_tokens: F64, plan: Schedule) -> tuple[Iteration, Iteration]:
+    """The mixed and the decode-only iteration of each point."""
+    step, isl, osl = worker.step, worker.prompt_tokens(load), load.osl
+    if worker.profile[MEASURED_DIPS]:
+        mixed = step.mixed(prompt_tokens, plan.mixed_decodes, isl, osl, load.prefix)
+        decode = step.decode_step(plan.decodes, isl, osl)
+        return Iteration(mixed.ms, mixed.energy, mixed), Iteration(decode.ms, decode.energy, decode)
     grid = batches_to(max(plan.mixed_decodes.max(), plan.decodes.max()))
     sizes, row = np.unique(prompt_tokens, return_inverse=True)
-    mixed = step.mixed(np.repeat(sizes, len(grid)), np.tile(grid, len(sizes)), isl, load.osl, load.prefix)
-    decode = step.decode_step(grid, isl, load.osl)
-    rows = mixed.ms.reshape(len(sizes), len(grid))
-    times = rising(grid, rows, plan.mixed_decodes, row), rising(grid, decode.ms[None], plan.decodes)
-    if operators:
-        return {name: (found[name][0], ms) for name, ms in zip(found, times, strict=True)}
-    return {"mixed": (mixed, times[0]), "decode": (decode, times[1])}
+    mixed = step.mixed(np.repeat(sizes, len(grid)), np.tile(grid, len(sizes)), isl, osl, load.prefix)
+    return (
+        _read(grid, mixed, plan.mixed_decodes, row),
+        _read(grid, step.decode_step(grid, isl, osl), plan.decodes, np.zeros(len(row), np.intp)),
+    )
+
+
+def _read(grid: F64, priced: StepResult, at: F64, row: NDArray[np.intp]) -> Iteration:
+    """Rows of steps over ``grid`` read at ``at`` (N,), each in its ``row`` (N,); power as at the next batch."""
+    ms, energy = (values.reshape(-1, len(grid)) for values in (priced.ms, priced.energy))
+    read = rising(grid, ms, at, row)
+    power_w = _ratio(energy, ms)[row, np.searchsorted(grid, at)] if energy.any() else 0.0
+    return Iteration(read, read * power_w, priced)
 
 
 def _ratio(over: Any, under: F64) -> F64:

@@ -120,6 +120,7 @@ def estimate_aggregated(
         batch,
         worker.prompt_tokens(load) if ctx_tokens is None else ctx_tokens,
         limits,
+        told=True,
         operators=operators,
     ).raise_first()
     fit = {"engine": fit_of(worker, served.memory, limits.memory_fraction, True)}
