@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import pytest
 from perfcast_cli.main import main
-from perfcast_client import Aggregated, Client, EngineConfig, Workload
 
 from tests.server.running import SEARCH_PATIENCE_S, Running
 
@@ -22,23 +20,15 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 OF_OTHERS = {"--max-num-seqs", "--reference-python", "--strict"}  # of vLLM, of a benchmark, of mypy
 
 
-@pytest.fixture(scope="module")
-def shown(served: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What a reader has made by the time of a later block."""
-    with Client(served.address, deadline_s=SEARCH_PATIENCE_S) as client:
-        engine = client.resolve(EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4))
-        yield {
-            "np": np, "client": client, "engine": engine, "EngineConfig": EngineConfig,
-            "Aggregated": Aggregated, "Workload": Workload,
-        }  # fmt: skip
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=[block.splitlines()[0] for block in BLOCKS])
-def test_the_python_of_the_readme_runs(
-    shown: dict[str, Any], served: Running, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_python_of_the_readme_runs_from_top_to_bottom(
+    served: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(block.replace("127.0.0.1:50051", served.address), dict(shown))
+    shown: dict[str, Any] = {}
+    for block in BLOCKS:
+        own = block.replace('Client("127.0.0.1:50051")', f'Client("{served.address}", deadline_s={SEARCH_PATIENCE_S})')
+        exec(compile(own, block.splitlines()[0], "exec"), shown)
+    shown["client"].close()
 
 
 def flags(command: click.Command | None) -> Iterator[str]:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Self
 
 FEW = 8  # names that a message may list
+LONG = 256  # characters of a name that others are compared with
 
 
 class Reason(StrEnum):
@@ -81,7 +82,7 @@ class UnknownName(EngineError, LookupError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str], reason: Reason, hint: str = "") -> None:
         folded = {entry.casefold(): entry for entry in known}
-        near = [folded[entry] for entry in get_close_matches(name.casefold(), folded, n=3, cutoff=0.4)]
+        near = [folded[entry] for entry in get_close_matches(name[:LONG].casefold(), folded, n=3, cutoff=0.4)]
         if near:
             hint = f"; did you mean {', '.join(near)}?"
         elif 0 < len(folded) <= FEW:

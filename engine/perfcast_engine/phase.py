@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -122,10 +122,12 @@ def _looked_up(table: CountTable, x: F64) -> StepResult:
 
 
 def _missed(table: CountTable, x: F64, ms: F64) -> list[Miss]:
-    """Why points have no sum, asking the operators about those points only."""
+    """Why points have no sum, asking the operators about those only, which may be all that one misses."""
     gone = np.flatnonzero(np.isnan(ms))
     if not len(gone):
         return []
     counts, back = np.unique(x[gone], return_inverse=True)
-    misses = (miss for answer in table.answers(counts) for miss in answer.misses)
+    at = Points.of(counts, 1, 0, counts)
+    answers = (attempt(partial(op.evaluate, table.db), at) for op in table.ops)
+    misses = (miss for answer in answers for miss in answer.misses)
     return moved([(mask[back], error) for mask, error in misses], gone, len(x))

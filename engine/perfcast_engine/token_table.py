@@ -64,7 +64,7 @@ class CountTable:
 
     def __init__(self, ops: Sequence[Op], db: Database) -> None:
         self.ops = tuple(ops)
-        self._db = db
+        self.db = db
         self._known = np.zeros(0, np.int64), _empty(0)
 
     def __call__(self, x: F64) -> Counted:
@@ -87,15 +87,12 @@ class CountTable:
 
     def evaluate(self, counts: np.ndarray) -> Column:
         """Sums at ``counts`` straight from the operators."""
-        answers, n = self.answers(counts.astype(np.float64)), len(counts)
+        x, n = counts.astype(np.float64), len(counts)
+        answers = [op.evaluate(self.db, Points.of(x, 1, 0, x)) for op in self.ops]
         ms, energy, tier = np.zeros(n), np.zeros(n), np.zeros(n, np.uint8)
         for answer in answers:
             ms, energy, tier = ms + answer.ms, energy + answer.energy, np.maximum(tier, answer.tier)
         return Column(ms, sum_by_source(answers, n), tier, energy)
-
-    def answers(self, x: F64) -> list[Answer]:
-        at = Points.of(x, 1, 0, x)
-        return [op.evaluate(self._db, at) for op in self.ops]
 
 
 class TokenTable(CountTable):

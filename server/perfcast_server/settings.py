@@ -105,7 +105,7 @@ class Settings:
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
             raise SettingsError("tls_cert and tls_key are needed together, and by tls_client_ca")
         if self.admin and not self.token_file:
-            raise SettingsError("admin: needs a token_file that says who may")
+            raise SettingsError("admin: needs a token file that says who may (--token-file)")
         if self.workers < 1:
             raise SettingsError(f"workers: {self.workers} is less than 1")
         if self.workers > 1 and (self.unix_socket or not self.host):

@@ -67,3 +67,22 @@ def test_unclipped_space_tells_points_outside_apart():
     space = LogSpace.of((np.array([1.0, 100.0]), np.array([1.0, 1.0])))
     assert space.nearest((np.array([1e6]), np.array([1.0])), 1, clip=False)[1][0, 0] == pytest.approx(2.0)
     assert space.nearest((np.array([1e6]), np.array([1.0])), 1, clip=True)[1][0, 0] == 0.0
+
+
+class Emptied(dict):
+    """Kept boxes that another thread clears between two looks at them."""
+
+    def __contains__(self, key):
+        found = super().__contains__(key)
+        self.clear()
+        return found
+
+
+def test_boxes_may_be_cleared_by_another_thread(monkeypatch):
+    monkeypatch.setattr(module, "DIRECT_CELLS", 0)
+    known = Samples(np.random.default_rng(1).uniform(0, 5, (2, 100)))
+    queries = np.random.default_rng(2).uniform(0, 5, (2, 50))
+    index, _ = known.nearest(queries, 3)
+    again = Samples(known.at)
+    object.__setattr__(again, "_boxes", Emptied(known._boxes))
+    np.testing.assert_array_equal(again.nearest(queries, 3)[0], index)

@@ -184,10 +184,33 @@ def test_patterns_must_cover_the_layers():
         from_json(gemma | {"layer_types": ["odd"] * 20})
 
 
+def test_lists_of_layers_are_no_longer_than_there_are_layers():
+    """What they take to read and to price grows with them, and a config.json may come from anywhere."""
+    nas = LLAMA | {"architectures": ["DeciLMForCausalLM"]}
+    blocks = [{"attention": {"n_heads_in_group": 1}, "ffn": {"ffn_mult": 1 + i}} for i in range(300)]
+    assert len(from_json(nas | {"block_configs": blocks[:20]}).x.blocks) == 20
+    with pytest.raises(InvalidField, match="has 21 entries for 20 layers"):
+        from_json(nas | {"block_configs": blocks[:21]})
+    with pytest.raises(InvalidField, match="more than 256 runs"):
+        from_json(nas | {"num_hidden_layers": 300, "block_configs": blocks})
+    ranks = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 64)
+    experts = {"num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 64}
+    kimi = LLAMA | {"architectures": ["KimiK3ForConditionalGeneration"]} | ranks | experts
+
+    def layers(ids):
+        linear = {"num_heads": 4, "head_dim": 64, "kda_layers": ids}
+        return from_json({"architectures": kimi["architectures"], "text_config": kimi | {"linear_attn_config": linear}})
+
+    assert layers([1, 2, 3, 5]).x.layer_runs[:2] == (("L", 3), ("F", 1))
+    for ids in ([], [1] * 21, [True], [21], [0]):
+        with pytest.raises(InvalidField, match="must list layer numbers from 1 to 20"):
+            layers(ids)
+
+
 @pytest.mark.parametrize("arch", sorted(table("models/architectures")))
 def test_no_architecture_crashes_on_the_bare_minimum_or_on_nonsense(arch):
     """Every reader either answers or names what it misses, whatever stands in the fields that it reads."""
-    for value in (None, -1, 0, 1, 2**31, 10**5000, "x", [], [1], [[]], {}, {"x": [None]}, 1.5, True):
+    for value in (None, -1, 0, 1, 2**31, 10**5000, "x", [], [1], [[]], [1e400], {}, {"x": [None]}, 1.5, True):
         config = LLAMA | {"architectures": [arch]}
         for name in FIELDS.split():
             config.setdefault(name, value)

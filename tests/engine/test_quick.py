@@ -140,3 +140,20 @@ def test_the_latency_alone_as_it_is_told_or_raised() -> None:
     assert model.decode_step_ms(500_000, 100_000, 2) == model.decode_step(500_000, 100_000, 2).ms[0]
     with pytest.raises(InvalidField, match="prefix"):
         model.prefill_ms(1, 100, 100)
+
+
+def test_a_point_that_an_operator_misses_takes_no_other_point_with_it():
+    config = EngineConfig(
+        model="nvidia/GLM-5.2-NVFP4",
+        system="gb300",
+        backend="vllm",
+        parallel=ParallelConfig(tp=8, attn_dp=2, moe_ep=16),
+        database_mode="HYBRID",
+    )
+    asked = predictor().engine(config).steps
+    alone = asked.mixed(0, 344, 51, 5, 0)
+    missed = asked.mixed(0, 6, 75231, 2326, 58022)
+    both = asked.mixed(0, [344, 6], [51, 75231], [5, 2326], [0, 58022])
+    assert np.isnan(missed.ms[0]) and "no measurement" in str(missed.misses[0][1])
+    assert both.ms[0] == alone.ms[0] and np.isnan(both.ms[1])
+    assert all(mask.tolist() == [False, True] for mask, _ in both.misses)

@@ -162,7 +162,7 @@ def test_only_admins_may_and_only_where_it_is_switched_on(place: Place, one: Run
     without = {**place.flags(), "admin": False}
     with running(**without) as served, client(served.address) as ada, pytest.raises(errors.Unsupported):
         ada.reload_data()
-    with pytest.raises(SettingsError, match="needs a token_file"):
+    with pytest.raises(SettingsError, match="needs a token file"):
         Settings(admin=True)
 
 

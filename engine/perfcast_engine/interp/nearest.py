@@ -72,7 +72,7 @@ class Samples:
         ends = np.stack([np.floor(queries / self._step), np.ceil(queries / self._step)])
         places, place = _distinct(ends.sum(axis=0).astype(np.int64))
         names = [(column.tobytes(), count) for column in np.ascontiguousarray(places.T)]
-        found = {name: self._boxes[name] for name in names if name in self._boxes}
+        found = {name: box for name in names if (box := self._boxes.get(name)) is not None}  # another may clear them
         new = np.array([i for i, name in enumerate(names) if name not in found], np.intp)
         wide, inside = _distinct(places[:, new] // (FAMILY if len(new) > FEW else MOST_CODES))
         for family in range(wide.shape[1]):

@@ -50,6 +50,7 @@ COLUMNS: Mapping[str, Callable[[Reader, str], Any]] = {
     "texts": Reader.text,
 }
 NEEDED = frozenset({"required", "positive"})
+MOST_BLOCKS = 256  # runs of equal ones; each has operators of its own
 
 
 def _compressed(x: Figures, body: Reader, top: Reader, layers: int) -> None:
@@ -63,10 +64,11 @@ def _compressed(x: Figures, body: Reader, top: Reader, layers: int) -> None:
 
 def _listed_linear_layers(x: Figures, body: Reader, top: Reader, layers: int) -> None:
     linear = body.object("linear_attn_config")
-    ids = linear.items("kda_layers")
-    if not ids or any(not isinstance(i, int) or not 1 <= i <= layers for i in ids):
+    ids, numbers = linear.items("kda_layers"), range(1, layers + 1)
+    if not 0 < len(ids) <= layers or any(type(i) is not int or i not in numbers for i in ids):
         raise linear.refuse("kda_layers", f"must list layer numbers from 1 to {layers}", "pattern_value")
-    x["layer_runs"] = runs(["L" if i in set(ids) else "F" for i in range(1, layers + 1)])
+    chosen = frozenset(ids)
+    x["layer_runs"] = runs(["L" if i in chosen else "F" for i in numbers])
 
 
 def _hybrid_pattern(x: Figures, body: Reader, top: Reader, layers: int) -> None:
@@ -92,7 +94,7 @@ def _typed_layers(x: Figures, body: Reader, top: Reader, layers: int) -> None:
         members = listed.split(",") if isinstance(listed, str) else body.items("moe_layers_enum")
         try:
             moe = {int(member) for member in members if str(member).strip()}
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise body.refuse("moe_layers_enum", "must list layer numbers", "pattern_value") from None
     else:
         moe = set(range(body.integer("first_k_dense_replace", default=0), layers))
@@ -118,7 +120,9 @@ def _blocks_in_letters(x: Figures, body: Reader, top: Reader, layers: int) -> No
 
 def _nas_blocks(x: Figures, body: Reader, top: Reader, layers: int) -> None:
     blocks: list[Figures] = []
-    for i, entry in enumerate(body.items("block_configs")):
+    if len(entries := body.items("block_configs")) > layers:
+        raise body.refuse("block_configs", f"has {len(entries)} entries for {layers} layers", "pattern_len")
+    for i, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
             raise body.refuse(f"block_configs[{i}]", "must be an object")
         block = Reader(entry, f"{body.path}.block_configs[{i}]")
@@ -132,6 +136,8 @@ def _nas_blocks(x: Figures, body: Reader, top: Reader, layers: int) -> None:
             blocks[-1]["n"] += 1
         else:
             blocks.append({"n": 1} | run)
+    if len(blocks) > MOST_BLOCKS:
+        raise body.refuse("block_configs", f"has more than {MOST_BLOCKS} runs of blocks", "pattern_len")
     x["blocks"] = blocks
 
 

@@ -108,12 +108,11 @@ class Database:
         found = alive.get(key)
         if found is None:
             found = alive[key] = Derived(build())
-            if for_all and self._home is not None:
-                self._home._kept[key] = found
-        if len(self._kept) >= KEPT:
-            for old in list(self._kept)[: KEPT // 4]:
-                self._kept.pop(old, None)
-        self._kept[key] = found
+        for db in (self, self._home) if for_all and self._home is not None else (self,):
+            if len(db._kept) >= KEPT:
+                for old in list(db._kept)[: KEPT // 4]:
+                    db._kept.pop(old, None)
+            db._kept[key] = found
         return found
 
     def own(self) -> Database:
