@@ -26,7 +26,7 @@ def table(
     numeric: Sequence[str] = (),
     wide: bool = False,
 ) -> None:
-    """Rows under columns. ``wide``: as wide as they are, whatever the terminal."""
+    """Rows under columns. ``wide``: as wide as they are, whatever the terminal; so they are where there is none."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -37,7 +37,9 @@ def table(
     for row in rows:
         out.add_row(*(Text("" if value is None else str(value)) for value in row))
     console = Console()
-    natural = out.__rich_measure__(console, console.options.update(max_width=1000)).maximum if wide else 0
+    natural = 0
+    if wide or not console.is_terminal:
+        natural = out.__rich_measure__(console, console.options.update(max_width=10_000)).maximum
     Console(width=max(console.width, natural)).print(out, crop=False)
 
 
