@@ -152,9 +152,9 @@ def wholes(name: str, values: Any) -> np.ndarray:
             raise refused(name, values, "holds numbers that are not whole")
     elif column.dtype.kind not in "iu":
         raise refused(name, values, "does not hold whole numbers")
-    if ((column < -INT32) | (column >= INT32)).any():
+    if len(column) and not -INT32 <= column.min() <= column.max() < INT32:
         raise refused(name, values, "holds numbers that are too large")
-    return column.astype(np.int32)
+    return column.astype(np.int64, copy=False)
 
 
 def reals(name: str, values: Any) -> np.ndarray:

@@ -7,6 +7,7 @@ from functools import cached_property
 from math import nan
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perfcast_surface.arrays import F64, Ints
 
@@ -36,7 +37,7 @@ class Lines:
         lines[:, 2:-1:2, 0], lines[:, 2:-1:2, 1] = knots[:, :-1] - slope * along[:-1], slope
         counts = np.arange(int(along[-1]) + 2)
         self._cell: Ints = along.searchsorted(counts, "left") + along.searchsorted(counts, "right")
-        self._squared, self._width = squared, lines.shape[1]
+        self.squared, self._width = squared, lines.shape[1]
         self._pairs = lines.view(np.complex128).ravel()
 
     @cached_property
@@ -46,7 +47,7 @@ class Lines:
 
     def one(self, scale: float = 1.0, extra: float = 0.0, other: Callable[..., float] | None = None) -> Read:
         """``at`` for a single (row, along), plus ``extra``, times ``scale``; ``other`` where a third count is not 0."""
-        (listed, cells), squared = self._listed, self._squared
+        (listed, cells), squared = self._listed, self.squared
         lines = self._pairs.view(np.float64).reshape(-1, self._width, 2)
 
         def filled(row: int) -> list[tuple[float, ...]]:
@@ -65,12 +66,35 @@ class Lines:
 
         return one
 
+    @cached_property
+    def _rising(self) -> NDArray[np.void]:
+        """By row and cell: the line of the row below, which is 0 for row 0 and below row 1, and that of the row."""
+        lines = self._pairs.reshape(-1, self._width)
+        both = np.stack([np.roll(lines, 1, axis=0), lines], axis=2)
+        both[0], both[1, :, 0] = 0.0, 0.0
+        return both.view("V32").ravel()
+
+    def short_of(self, row: Ints, short: F64, along: Ints) -> F64:
+        """The value at each point, a fraction ``short`` of the way from ``row`` to the row below; row 0 is 0."""
+        line = row * self._width
+        line += self._cell.take(along, mode="clip")
+        lines, length = self._rising.take(line, mode="clip").view(np.float64).reshape(-1, 4), along.astype(np.float64)
+        below, ms = lines[:, 1] * length, lines[:, 3] * length
+        below += lines[:, 0]
+        ms += lines[:, 2]
+        below *= below
+        ms *= ms
+        below -= ms
+        below *= short
+        ms += below
+        return ms
+
     def at(self, x: Ints, y: Ints) -> F64:
         """The value at each point; NaN outside."""
-        row, along = (y, x) if self._squared else (x, y)
+        row, along = (y, x) if self.squared else (x, y)
         line = self._pairs.take(self._cell.take(along, mode="clip") + row * self._width, mode="clip")
         ms: F64 = line.imag * along
         ms += line.real
-        if self._squared:
+        if self.squared:
             ms *= ms
         return ms

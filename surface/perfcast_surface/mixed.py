@@ -18,16 +18,26 @@ def middle(isl: Any, osl: Any) -> Any:
 
 
 class MixedPlan(NamedTuple):
-    """flat, cached: tokens of the shared pass, run as one sequence; rows: of the vocabulary projection; each of the
-    context-attention passes over so many prompts, which may be none, counts with its weight; decodes, length: query
-    tokens and KV length of decode attention."""
+    """flat, cached: tokens of the shared pass, run as one sequence; rows: of the vocabulary projection; upper: prompts
+    of context attention, counting one of which a fraction is run; short: the rest of that; share: what all of them
+    count with, where it is not by that fraction; decodes, length: query tokens and KV length of decode attention."""
 
     flat: Ints
     cached: Ints
     rows: Ints
-    passes: tuple[tuple[Ints, F64], ...]
+    upper: Ints
+    short: F64
+    share: F64 | None
     decodes: Ints
     length: Ints
+
+    @property
+    def passes(self) -> tuple[tuple[Ints, F64], ...]:
+        """Context-attention passes over so many prompts, which may be none, and the weight of each."""
+        if self.share is not None:
+            return ((self.upper, self.share),)
+        part = (1 - self.short) * (self.short > 0)
+        return (self.upper, part), (self.upper - (part > 0), 1 - part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +55,12 @@ class StepRules:
     def plan(self, tokens: Ints, requests: Ints, isl: Ints, osl: Ints, prefix: Ints) -> MixedPlan:
         """``tokens`` prompt tokens beside ``requests`` decoding requests."""
         decodes, prompts = requests * (self.nextn + 1) if self.nextn else requests, tokens / isl
-        lower = prompts.astype(np.int64)
-        part = prompts - lower
-        upper = lower + (part > 0)
+        ceiled = np.ceil(prompts)
+        upper = ceiled.astype(np.int64)
         flat, rows, cached = tokens + decodes, ONE if self.one_logits_row else upper + decodes, prefix
         if prefix.any():
-            cached = prefix * lower if self.prefix_per_prompt else (prefix * prompts).astype(np.int64)
+            cached = (prefix * (np.floor(prompts) if self.prefix_per_prompt else prompts)).astype(np.int64)
             flat = flat - cached
-        passes: tuple[tuple[Ints, F64], ...] = (upper, part), (lower, 1 - part)
-        if self.whole_prompts:
-            passes = ((upper, 1 / np.ceil(isl / np.maximum(tokens, 1))),)
-        return MixedPlan(flat, cached, rows, passes, decodes, middle(isl, osl))
+        share = 1 / np.ceil(isl / np.maximum(tokens, 1)) if self.whole_prompts else None
+        ceiled -= prompts
+        return MixedPlan(flat, cached, rows, upper, ceiled, share, decodes, middle(isl, osl))

@@ -14,7 +14,7 @@ import numpy as np
 from perfcast_surface.arrays import F64, Ints, Mask
 from perfcast_surface.lines import Read
 from perfcast_surface.mixed import ONE, StepRules, middle
-from perfcast_surface.terms import One, Summand, Term
+from perfcast_surface.terms import Causal, One, Summand, Term
 
 FEW = 8  # samples of a trajectory that are quicker one by one
 BAND = 1 << 14  # points evaluated together, so that what they take stays in the processor's cache
@@ -142,7 +142,10 @@ def _unknown(*_: int) -> float:
 def _sum(parts: Iterable[F64]) -> F64:
     ms: F64 | None = None
     for part in parts:
-        ms = part if ms is None else ms + part
+        if ms is None or len(ms) == 1:
+            ms = part if ms is None else ms + part
+        else:
+            ms += part  # over the first, so that all stay in the processor's cache
     return np.zeros(1) if ms is None else ms
 
 
@@ -152,9 +155,7 @@ def _weighed(terms: tuple[Summand, ...], ms: F64, weight: F64 | None, batch: Int
         return ms
     if _least(batch) > 0:
         found = _sum(term.at(batch, s, prefix) for term in terms)
-        if weight is not None:
-            found = found * weight
-        return ms + found
+        return _sum((ms, found if weight is None else found * weight))
     live = np.flatnonzero(batch != 0)
     if not len(live):
         return ms
@@ -335,8 +336,13 @@ class StepSurface:
             return _where(good, self.mixed_many, ctx_tokens, gen_requests, isl, osl, prefix)
         plan = self.rules.plan(ctx_tokens, gen_requests, isl, osl, prefix)
         ms = self.context.shared(ONE, plan.flat, plan.cached, plan.flat, plan.rows)
-        for prompts, weight in plan.passes:
-            ms = _weighed(self.context.attention, ms, weight, prompts, fresh, prefix)
+        terms = self.context.attention
+        causal = [term for term in terms if isinstance(term, Causal) and term.rows]
+        if plan.share is None and len(causal) == len(terms) and not prefix.any():
+            ms = _sum([ms, *(term.short_of(plan.upper, plan.short, fresh) for term in causal)])
+            terms = ()
+        for prompts, weight in plan.passes if terms else ():
+            ms = _weighed(terms, ms, weight, prompts, fresh, prefix)
         return _weighed(self.generation.attention, ms, None, plan.decodes, plan.length, ZERO)
 
 

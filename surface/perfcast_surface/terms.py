@@ -18,6 +18,7 @@ import numpy as np
 from perfcast_surface.arrays import F64, Ints
 from perfcast_surface.averaged import Averaged
 from perfcast_surface.blend import Blend, Held
+from perfcast_surface.lines import Lines
 from perfcast_surface.plane import Plane
 
 SAMPLES = 5  # decode lengths averaged around the asked one
@@ -98,6 +99,21 @@ class Causal:
         kernel: F64 = self.blend.at(full, batch) * ((s / full) * ((full + prefix) / full))
         return kernel
 
+    @property
+    def rows(self) -> Lines | None:
+        """Lines along the length for each batch, where one of them is all that it takes."""
+        lines = self.blend.lines
+        return lines if lines is not None and lines.squared and self.ranks == 1 else None
+
+    def short_of(self, batch: Ints, short: F64, s: Ints) -> F64:
+        """``at`` without prefix for a fraction ``short`` of a request less, straight between whole ones; of none 0."""
+        assert self.rows is not None
+        ms = self.rows.short_of(batch, short, s)
+        if self.extra_ms:
+            ms += np.minimum(batch - short, 1) * self.extra_ms
+        ms *= self.scale
+        return ms
+
     @cached_property
     def one(self) -> One:
         read, lines, extra_ms, scale, ranks = self.blend.one, self.blend.lines, self.extra_ms, self.scale, self.ranks
@@ -172,7 +188,8 @@ class Block:
         ms = self.blend.at(*self._layout.query(batch, s, prefix))
         if self.excess is not None:
             ms = np.maximum(ms - self.excess.at(*self._layout.excess(batch, s, prefix)), 0.0)
-        return ms * self.scale
+        ms *= self.scale
+        return ms
 
     @cached_property
     def one(self) -> One:
