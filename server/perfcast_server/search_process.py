@@ -78,9 +78,10 @@ class Searcher:
         self._outbox.flush()
 
     def _listen(self) -> NoReturn:
-        while header := self._inbox.read(HEADER.size):
-            kind, size = HEADER.unpack(header)
-            self._asked.put((kind, self._inbox.read(size)))
+        with contextlib.suppress(OSError, struct.error):  # killed, it may leave a connection reset or half a message
+            while header := self._inbox.read(HEADER.size):
+                kind, size = HEADER.unpack(header)
+                self._asked.put((kind, self._inbox.read(size)))
         os._exit(0)  # whoever asks is gone
 
 
