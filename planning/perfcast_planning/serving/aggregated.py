@@ -168,11 +168,11 @@ def aggregated(
         }
     )
     steps = {"mixed": mixed.priced, "decode": decode.priced}
-    if told:
-        isl, osl = worker.prompt_tokens(load), load.osl
+    if told and (operators or not profile[MEASURED_DIPS]):  # otherwise those are what was priced
+        step, osl = worker.step, load.osl
         steps = {
-            "mixed": worker.step.mixed(prompt_tokens, plan.mixed_decodes, isl, osl, load.prefix, operators=operators),
-            "decode": worker.step.decode_step(plan.decodes, isl, osl, operators=operators),
+            "mixed": step.mixed(prompt_tokens, plan.mixed_decodes, isl, osl, load.prefix, operators=operators),
+            "decode": step.decode_step(plan.decodes, isl, osl, operators=operators),
         }
     return Served(rows, memory, steps)
 
