@@ -259,7 +259,7 @@ class Server:
             for _ in range(WEIGH_TIMES):
                 await asyncio.sleep(ROOM_S)
                 self.engines.make_room()
-            await asyncio.to_thread(self.engines.weigh)
+            await self.engines.weigh()
             await asyncio.to_thread(self._states.forget_models, self.engines.__contains__)
 
     def _announce(self) -> None:

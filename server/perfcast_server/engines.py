@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -77,11 +78,15 @@ class Engines:
         derived = sum(each.nbytes for each in self._derived())
         return tables + derived + sum(ready.engine.steps.nbytes for ready in self._ready.values())
 
-    def weigh(self) -> None:
-        """Count again what grows as it is asked; takes its time."""
-        seen: set[int] = set()
-        for each in self._derived():
-            each.weigh(seen)
+    async def weigh(self) -> None:
+        """Count again what grows as it is asked; off the event loop, which alone knows the engines."""
+        derived, seen = self._derived(), set[int]()
+
+        def work() -> None:
+            for each in derived:
+                each.weigh(seen)
+
+        await asyncio.to_thread(work)
 
     def _derived(self) -> list[Derived]:
         """Each once."""

@@ -212,7 +212,7 @@ def test_engines_are_bounded_and_come_back_by_handle() -> None:
 
 
 async def weighed(served: Running) -> None:
-    served.server.engines.weigh()
+    await served.server.engines.weigh()
     served.server.engines.make_room()
 
 
