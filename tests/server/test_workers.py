@@ -6,12 +6,15 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
+import grpc
 import pytest
-from perfcast_client import Client, EngineConfig, Prefill
+from perfcast_client import Client, EngineConfig, Prefill, SearchTask, Workload, calls
 from perfcast_server.totals import Totals
 
-from tests.server.running import Process, eventually, process
+from tests.server.running import SEARCH_PATIENCE_S, Process, eventually, process
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 STEP = {"grpc_type": "unary", "grpc_service": "perfcast.v1.Prediction", "grpc_method": "PredictStep"}
@@ -87,6 +90,30 @@ def test_workers_end_with_their_supervisor() -> None:
         pids = list(served.worker_pids().values())
         served.end(signal.SIGKILL)
         eventually(lambda: not any(map(alive, pids)))
+
+
+def descendants(pid: int) -> list[int]:
+    own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*own, *(below for child in own for below in descendants(child))]
+
+
+def asleep(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+def test_searches_end_with_their_server_whatever_it_had_not_heard_of_them() -> None:
+    """The answer lies unread in the connection of a killed server, which its process finds reset, not closed."""
+    task = SearchTask(engine=replace(CONFIG, tp=1), workload=Workload(isl=4000, osl=500), total_gpus=32)
+    asked = calls.search(task)
+    with process() as served, grpc.insecure_channel(served.address) as channel:
+        heard = channel.unary_stream(asked.path)(asked.request.SerializeToString(), timeout=SEARCH_PATIENCE_S)
+        assert next(heard)  # progress
+        served.popen.send_signal(signal.SIGSTOP)
+        below = descendants(served.popen.pid)
+        assert len(below) == 2
+        eventually(lambda: all(map(asleep, below)), SEARCH_PATIENCE_S)
+        served.end(signal.SIGKILL)
+        eventually(lambda: not any(map(alive, below)))
 
 
 def test_workers_that_cannot_start_end_the_start() -> None:
