@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 from perfcast_surface.arrays import Ints
+from perfcast_surface.bands import banded
 from perfcast_surface.mixed import StepRules
-from perfcast_surface.surface import PhaseSurface, StepSurface, Table, banded, sum_of_one
+from perfcast_surface.surface import PhaseSurface, StepSurface, Table, sum_of_one
 from perfcast_surface.terms import One, Summand, Term
 
 from perfcast_engine.answer import F64, Points, Source

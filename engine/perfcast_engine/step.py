@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from perfcast_surface.arrays import Ints
+from perfcast_surface.bands import BAND, banded, before_each
 from perfcast_surface.lines import Read
 from perfcast_surface.mixed import StepRules, middle
-from perfcast_surface.surface import Counts, PhaseSurface, StepSurface, banded
+from perfcast_surface.surface import Counts, PhaseSurface, StepSurface
 
 from perfcast_engine.answer import F64, Mask, Points
 from perfcast_engine.errors import InvalidField
@@ -34,7 +35,6 @@ from perfcast_engine.tables.database import Database
 MAX_COUNT = 2**32 - 1
 MAX_SAMPLES = 1_000_000  # of all trajectories in one call; bounds memory and time
 DEFAULT_STRIDE = 32
-BAND = 1 << 14  # points priced together, so that what they take stays in the processor's cache
 
 
 class MixedWork(NamedTuple):
@@ -180,6 +180,10 @@ class StepModel:
         if samples.sum() > MAX_SAMPLES:
             raise InvalidField("osl", f"needs more than {MAX_SAMPLES} samples; ask fewer points or a larger stride")
 
+        def one(tokens: Ints, isl: Ints, x: Ints, imbalance: F64) -> StepResult:
+            at = Points.of(tokens, isl, 0, x, imbalance)
+            return self.generation_phase.price(at, at.x, operators)
+
         def price(batch: Ints, isl: Ints, osl: Ints, beam: Ints, imbalance: F64) -> StepResult:
             steps = np.maximum(osl - 1, 0)
             samples = -(-steps // stride)
@@ -187,13 +191,10 @@ class StepModel:
             offset = (np.arange(len(point)) - np.repeat(np.cumsum(samples) - samples, samples)) * stride
             held = np.minimum(stride, steps[point] - offset).astype(np.float64)
             tokens = batch[point] * (self.nextn + 1)
-            at = Points.of(tokens, isl[point] + offset + 1, 0, tokens * beam[point], imbalance[point])
-            return gathered(self.generation_phase.price(at, at.x, operators).scaled(held), point, len(batch))
+            columns = tokens, isl[point] + offset + 1, tokens * beam[point], imbalance[point]
+            return gathered(_in_bands(one, columns, operators).scaled(held), point, len(batch))
 
-        def ask(surface: StepSurface, *columns: Ints) -> F64:
-            return surface.decode_many(stride, *columns)
-
-        return self._answered(ask, counts, (imbalance,), price, operators)
+        return self._answered(partial(StepSurface.decode_many, stride=stride), counts, (imbalance,), price, operators)
 
     def mixed(self, *work: Any, operators: bool = False, **named: Any) -> StepResult:
         """One iteration that prefills tokens of prompts beside decoding requests (spec/06 1.5). Arguments are the
@@ -255,8 +256,9 @@ def _in_bands(price: Callable[..., StepResult], columns: Sequence[Any], operator
     """``price`` of columns (N,), BAND points at a time."""
     n = len(columns[0])
     if operators or n <= BAND:
+        before_each.get()()
         return price(*columns)
-    return joined([price(*(column[start : start + BAND] for column in columns)) for start in range(0, n, BAND)])
+    return joined([_in_bands(price, [column[at : at + BAND] for column in columns], False) for at in range(0, n, BAND)])
 
 
 def _weighed(phase: Phase, at: Points, weight: F64, operators: bool) -> StepResult:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from perfcast_surface.bands import before_each
 
 from perfcast_server.errors import ServiceError
 from perfcast_server.metrics import Metrics
@@ -17,6 +20,10 @@ T = TypeVar("T")
 STANDING_S = 0.25  # a queue that has stood for as long is no burst but an overload
 FIRST_GUESS_S = 0.005  # per unit of cost, until the first work is done
 FORGET = 0.1  # weight of the newest measurement in the mean
+
+
+class Unwanted(Exception):
+    """Nobody waits for the work any more, so that nobody hears of this either."""
 
 
 class Lane:
@@ -40,6 +47,7 @@ class Lane:
         self._patience_s = patience_s
         self._clock = clock
         self._pool = ThreadPoolExecutor(threads, name)
+        self._counting = threading.Lock()
         self._inside = 0
         self._cost = 0.0
         self._mean_s = FIRST_GUESS_S
@@ -50,25 +58,39 @@ class Lane:
         metrics.lane_in_work.labels(name).set_function(lambda: self._inside)
 
     async def run(self, work: Callable[[], T], cost: float = 1.0) -> T:
-        """What ``work`` returns, in a thread. cost: its size in the lane's own unit. Raises ServiceError LIMIT."""
+        """What ``work`` returns, in a thread. cost: its size in the lane's own unit. Raises ServiceError LIMIT.
+
+        Cancelled, it ends the work before its next band of points. Until then that has its place in the lane.
+        """
         self.admit()
-        asked = self._clock()
+        asked, unwanted = self._clock(), threading.Event()
+
+        def check() -> None:
+            if unwanted.is_set():
+                raise Unwanted
 
         def timed() -> T:
             began = self._clock()
             self._waited.observe(began - asked)
+            before_each.set(check)
             try:
                 return work()
             finally:
-                self._mean_s += FORGET * ((self._clock() - began) / cost - self._mean_s)
+                if not unwanted.is_set():
+                    self._mean_s += FORGET * ((self._clock() - began) / cost - self._mean_s)
 
-        self._inside += 1
-        self._cost += cost
+        task = self._pool.submit(timed)
+        self._count(1, cost)
+        task.add_done_callback(lambda _: self._count(-1, -cost))
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, timed)
+            return await asyncio.wrap_future(task)
         finally:
-            self._inside -= 1
-            self._cost -= cost
+            unwanted.set()
+
+    def _count(self, number: int, cost: float) -> None:
+        with self._counting:
+            self._inside += number
+            self._cost += cost
 
     def admit(self) -> None:
         """Refuse what would have to wait for too long."""

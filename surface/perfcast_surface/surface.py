@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from perfcast_surface.arrays import F64, Ints, Mask
+from perfcast_surface.bands import BAND, before_each, in_bands
 from perfcast_surface.lines import Read
 from perfcast_surface.mixed import ONE, StepRules, middle
 from perfcast_surface.terms import Causal, One, Summand, Term
 
 FEW = 8  # samples of a trajectory that are quicker one by one
-BAND = 1 << 14  # points evaluated together, so that what they take stays in the processor's cache
 ZERO = np.zeros(1, np.int64)
 DEFAULT_STRIDE = 32
 LONGEST = 2**31 - 1
@@ -249,7 +249,7 @@ class StepSurface:
             if osl - 1 <= FEW * stride:
                 return self._decode_one(batch, isl, osl, beam, stride)
             return self.decode(np.array([batch]), isl, osl, beam, stride).item()
-        return in_bands(partial(self.decode_many, stride), batch, isl, osl, beam)
+        return in_bands(partial(self.decode_many, stride=stride), batch, isl, osl, beam)
 
     def _decode_one(self, batch: int, isl: int, osl: int, beam: int, stride: int) -> float:
         tokens, ms = batch * (self.rules.nextn + 1), 0.0
@@ -258,15 +258,16 @@ class StepSurface:
             ms += step * min(stride, osl - 1 - offset)
         return ms
 
-    def decode_many(self, stride: int, batch: Ints, isl: Ints, osl: Ints, beam: Ints) -> F64:
+    def decode_many(self, batch: Ints, isl: Ints, osl: Ints, beam: Ints, *, stride: int) -> F64:
         batch, isl, osl, beam = np.broadcast_arrays(batch, isl, osl, beam)
         good = (batch >= 1) & (isl >= 1) & (osl >= 1) & (beam >= 1)
         if not good.all():
-            return _where(good, partial(self.decode_many, stride), batch, isl, osl, beam)
+            return _where(good, partial(self.decode_many, stride=stride), batch, isl, osl, beam)
         samples = (osl + (stride - 2)) // stride  # of osl - 1 steps
         ends, ms = np.cumsum(samples), np.zeros(len(batch))
         total = int(samples.sum())
         for start in range(0, total, BAND):
+            before_each.get()()
             index = np.arange(start, min(start + BAND, total))
             point = ends.searchsorted(index, "right")
             offset = (index - (ends - samples)[point]) * stride
@@ -344,24 +345,6 @@ class StepSurface:
         for prompts, weight in plan.passes if terms else ():
             ms = _weighed(terms, ms, weight, prompts, fresh, prefix)
         return _weighed(self.generation.attention, ms, None, plan.decodes, plan.length, ZERO)
-
-
-def in_bands(evaluate: Callable[..., F64], *values: Any) -> F64:
-    """``evaluate`` of columns of counts, BAND points at a time; a single value that holds for all points stays one."""
-    columns = [np.atleast_1d(np.asarray(value)) for value in values]
-    (n,) = np.broadcast_shapes(*(column.shape for column in columns))
-    return banded(evaluate, [column.astype(np.int64, copy=False) for column in columns], n)
-
-
-def banded(evaluate: Callable[..., F64], columns: Sequence[Ints], n: int) -> F64:
-    """``in_bands`` of ``columns``, (N,) or (1,)."""
-    if n <= BAND:
-        ms = evaluate(*columns)
-        return ms if len(ms) == n else np.repeat(ms, n)
-    ms = np.empty(n)
-    for band in (slice(start, start + BAND) for start in range(0, n, BAND)):
-        ms[band] = evaluate(*(column if len(column) == 1 else column[band] for column in columns))
-    return ms
 
 
 def _least(counts: Ints) -> int:

@@ -7,13 +7,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 from perfcast_client import Client, DecodeTrajectory, EngineConfig, Prefill, errors
 from perfcast_server.errors import ServiceError
 from perfcast_server.lanes import STANDING_S, Lane
 from perfcast_server.metrics import Metrics
+from perfcast_surface.arrays import F64, Ints
+from perfcast_surface.bands import BAND, in_bands
 
-from tests.server.running import eventually, running
+from tests.server.running import PATIENCE_S, eventually, running
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 
@@ -124,6 +127,37 @@ async def test_work_that_fails_gives_its_place_back() -> None:
         with pytest.raises(ValueError, match="no"):
             await lane.run(fails)
     assert await lane.run(lambda: 7) == 7
+    lane.close()
+
+
+async def test_work_that_nobody_waits_for_ends_before_its_next_points_and_has_its_place_until_then() -> None:
+    metrics = Metrics()
+    lane = Lane("steps", 1, 1.0, metrics)
+    begun, door, bands = threading.Event(), threading.Event(), list[int]()
+
+    def evaluated(points: Ints) -> F64:
+        bands.append(len(points))
+        return points.astype(np.float64)
+
+    def work() -> None:
+        begun.set()
+        door.wait(PATIENCE_S)
+        in_bands(evaluated, np.arange(3 * BAND))
+
+    def in_work() -> float | None:
+        return metrics.registry.get_sample_value("lane_in_work", {"lane": "steps"})
+
+    left = asyncio.create_task(lane.run(work))
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert in_work() == 1
+    door.set()
+    assert await lane.run(lambda: "next") == "next"
+    assert (bands, in_work()) == ([], 0)
+    await lane.run(work)
+    assert bands == [BAND] * 3
     lane.close()
 
 
