@@ -217,9 +217,9 @@ class AsyncClient(Connection):
                 rpc.cancel()
             await asyncio.sleep(patience.pause_s(failed))
 
-    def stream(self, engine: EngineLike) -> AsyncStepStream:
-        """A stream of steps on one engine, for simulators that ask one after another."""
-        return AsyncStepStream(self._stepping, engine, self._deadline_s or DEFAULT_DEADLINE_S)
+    def stream(self, engine: EngineLike, *, deadline_s: float | None = None) -> AsyncStepStream:
+        """A stream of steps on one engine for simulators, which ask one after another. deadline_s: of each answer."""
+        return AsyncStepStream(self._stepping, engine, deadline_s or self._deadline_s or DEFAULT_DEADLINE_S)
 
     async def surface(
         self,

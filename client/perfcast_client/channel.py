@@ -21,6 +21,7 @@ RELOAD_DEADLINE_S = 600.0
 
 Metadata = Callable[[], Iterable[tuple[str, str]]]
 
+# A stream that breaks is opened again by the client, which knows what was not answered; gRPC would do so beside it.
 SERVICE_CONFIG = json.dumps(
     {
         "loadBalancingConfig": [{"round_robin": {}}],
@@ -34,7 +35,8 @@ SERVICE_CONFIG = json.dumps(
                     "backoffMultiplier": 3,
                     "retryableStatusCodes": ["UNAVAILABLE"],
                 },
-            }
+            },
+            {"name": [{"service": "perfcast.v1.Prediction", "method": "StreamSteps"}]},
         ],
     }
 )

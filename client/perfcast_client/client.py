@@ -223,10 +223,10 @@ class Client(Connection, Questions):
         """Let the server take up the data that are on its disk now; needs the token of an admin. Raises DataRefused."""
         return self._run(calls.reload_data(), deadline_s)
 
-    def stream(self, engine: EngineLike) -> StepStream:
-        """A stream of steps on one engine, for simulators that ask one after another."""
+    def stream(self, engine: EngineLike, *, deadline_s: float | None = None) -> StepStream:
+        """A stream of steps on one engine for simulators, which ask one after another. deadline_s: of each answer."""
         self.server_info()
-        return StepStream(self._stepping, engine, self._deadline_s or DEFAULT_DEADLINE_S)
+        return StepStream(self._stepping, engine, deadline_s or self._deadline_s or DEFAULT_DEADLINE_S)
 
     def surface(
         self,

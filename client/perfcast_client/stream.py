@@ -14,12 +14,13 @@ import grpc
 from perfcast.v1 import prediction_pb2
 
 from perfcast_client import calls
-from perfcast_client.errors import PerfcastError, Unavailable
+from perfcast_client.errors import DeadlineExceeded, PerfcastError, Unavailable
 from perfcast_client.patience import Patience
 from perfcast_client.record import EngineLike
 from perfcast_client.steps import Step
 
 Opened = Callable[..., Any]  # a call over the stream's channel, given an iterator of requests or nothing
+LOOKS = 8  # at an answer that is waited for, within the time that it may take
 
 
 class _Asked:
@@ -45,6 +46,10 @@ class _Asked:
             self._unanswered.popleft()
         return bool(answer.sequence == sequence)
 
+    def _overdue(self) -> PerfcastError:
+        told = f"no answer to a step within {self._deadline_s:g} s"
+        return DeadlineExceeded(told, code="DEADLINE_EXCEEDED")
+
 
 def _ended() -> PerfcastError:
     return Unavailable("the server has ended the stream", code="UNAVAILABLE")
@@ -53,7 +58,8 @@ def _ended() -> PerfcastError:
 class StepStream(_Asked):
     """Steps one after another over one stream. A refused step raises and leaves the stream usable.
 
-    A stream that breaks is opened again, and what was not answered is asked again, for as long as a call may take.
+    A stream that breaks is opened again, and what was not answered is asked again, for as long as a call may take. An
+    answer that takes longer than that raises DeadlineExceeded.
     """
 
     def __init__(self, opened: Opened, engine: EngineLike, deadline_s: float) -> None:
@@ -62,6 +68,8 @@ class StepStream(_Asked):
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[prediction_pb2.StreamStepsRequest | None] = queue.SimpleQueue()
         self._call: Any = None
+        self._awaited = self._given_up = 0  # steps by their sequence, which begins with 1
+        self._closed = threading.Event()  # one for each call
 
     def __enter__(self) -> Self:
         return self
@@ -72,6 +80,7 @@ class StepStream(_Asked):
     def close(self) -> None:
         call, self._call = self._call, None
         if call is not None:
+            self._closed.set()
             self._outbox.put(None)
             call.cancel()
 
@@ -99,9 +108,27 @@ class StepStream(_Asked):
         outbox: queue.SimpleQueue[prediction_pb2.StreamStepsRequest | None] = queue.SimpleQueue()
         for number, (sequence, step) in enumerate(self._unanswered):
             outbox.put(self._message(sequence, step, number == 0))
-        self._outbox, self._call = outbox, self._opened(iter(outbox.get, None))
+        self._outbox, self._closed, self._call = outbox, threading.Event(), self._opened(iter(outbox.get, None))
+        threading.Thread(target=self._watch, args=(self._call, self._closed), daemon=True).start()
+
+    def _watch(self, call: Any, closed: threading.Event) -> None:
+        """End a call whose caller waits for the same answer for too long: gRPC has deadlines for whole streams only."""
+        seen = looks = 0
+        while call.is_active() and not closed.wait(self._deadline_s / LOOKS):
+            looks = looks + 1 if seen == self._awaited else 0
+            seen = self._awaited
+            if seen and looks == LOOKS:
+                self._given_up = seen
+                call.cancel()
 
     def _receive(self, sequence: int) -> float:
+        self._awaited = sequence
+        try:
+            return self._received(sequence)
+        finally:
+            self._awaited = 0
+
+    def _received(self, sequence: int) -> float:
         patience: Patience | None = None
         while True:
             try:
@@ -110,7 +137,7 @@ class StepStream(_Asked):
                         return calls.stream_answer(answer)
                 failed = _ended()
             except grpc.RpcError as error:
-                failed = calls.failure(error)
+                failed = self._overdue() if self._given_up == sequence else calls.failure(error)
             self.close()
             patience = patience or Patience(self._deadline_s)
             try:
@@ -155,6 +182,15 @@ class AsyncStepStream(_Asked):
             await asyncio.sleep(patience.pause_s(told))
 
     async def _try(self, sequence: int, step: Step) -> prediction_pb2.StreamStepsResponse | PerfcastError:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._answer(sequence, step)
+        except grpc.aio.AioRpcError as error:
+            return calls.failure(error)
+        except TimeoutError:
+            return self._overdue()
+
+    async def _answer(self, sequence: int, step: Step) -> prediction_pb2.StreamStepsResponse | PerfcastError:
         is_new = self._call is None or self._call.done()
         if is_new:
             self._call = self._opened()
@@ -163,12 +199,11 @@ class AsyncStepStream(_Asked):
         except asyncio.InvalidStateError:  # it has ended since the last step
             return _ended()
         except grpc.aio.AioRpcError as error:  # INTERNAL is what gRPC has for a connection that broke under a write
-            return _ended() if error.code() is grpc.StatusCode.INTERNAL else calls.failure(error)
-        try:
-            answer: Any
-            while (answer := await self._call.read()) is not grpc.aio.EOF:
-                if self._is_answer(answer, sequence):
-                    return cast(prediction_pb2.StreamStepsResponse, answer)
-        except grpc.aio.AioRpcError as error:
-            return calls.failure(error)
+            if error.code() is grpc.StatusCode.INTERNAL:
+                return _ended()
+            raise
+        answer: Any
+        while (answer := await self._call.read()) is not grpc.aio.EOF:
+            if self._is_answer(answer, sequence):
+                return cast(prediction_pb2.StreamStepsResponse, answer)
         return _ended()

@@ -177,6 +177,45 @@ def test_a_stream_that_was_given_up_can_be_asked_again() -> None:
         assert stream.predict_ms(Prefill(1, 2)) == 5.0
 
 
+def mute_at_first(opened: list[int]) -> Answer:
+    """A stream that answers nothing the first time that it is opened; then each answer is the length of its prompt."""
+
+    def answers(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        opened.append(1)
+        mute = len(opened) == 1
+        for data in requests:
+            if not mute:
+                told = prediction_pb2.StreamStepsRequest.FromString(data)
+                answer = prediction_pb2.StreamStepsResponse(sequence=told.sequence, latency_ms=told.prefill.isl_tokens)
+                yield answer.SerializeToString()
+
+    return answers
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_answer_of_a_stream_that_does_not_come_is_overdue(ahead: bool) -> None:
+    opened: list[int] = []
+    with (
+        answering("StreamSteps", STREAM(mute_at_first(opened))) as address,
+        Client(address) as client,
+        client.stream(CONFIG, deadline_s=0.4) as hasty,
+        client.stream(CONFIG, deadline_s=PATIENCE_S) as stream,
+    ):
+        with pytest.raises(errors.DeadlineExceeded, match=r"within 0\.4 s"):
+            list(hasty.predict_all_ms([Prefill(1, 1), Prefill(1, 2)])) if ahead else hasty.predict_ms(Prefill(1, 1))
+        assert stream.predict_ms(Prefill(1, 3)) == 3
+    assert len(opened) == 2
+
+
+async def test_an_answer_of_an_asyncio_stream_that_does_not_come_is_overdue_too() -> None:
+    opened: list[int] = []
+    with answering("StreamSteps", STREAM(mute_at_first(opened))) as address:
+        async with AsyncClient(address) as client, client.stream(CONFIG, deadline_s=0.4) as hasty:
+            with pytest.raises(errors.DeadlineExceeded, match=r"within 0\.4 s"):
+                await hasty.predict_ms(Prefill(1, 1))
+    assert len(opened) == 1
+
+
 def test_a_stream_of_a_closed_client_says_so() -> None:
     with answering("StreamSteps", STREAM(breaking(99, []))) as address:
         client = Client(address)
