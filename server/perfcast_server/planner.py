@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +78,28 @@ class Planner:
         p = planner_pb2
         return (
             Unary("EstimatePasses", p.EstimatePassesRequest, self.estimate_passes, pure=_stateless),
-            Unary("QueueDrain", p.QueueDrainRequest, self.queue_drain, pure=_stateless),
-            Unary("DecodeItl", p.DecodeItlRequest, self.decode_itl, pure=_stateless),
-            Unary("Capacity", p.CapacityRequest, self.capacity, pure=_stateless),
+            self._question("QueueDrain", p.QueueDrainRequest, _queue_drain),
+            self._question("DecodeItl", p.DecodeItlRequest, _decode_itl),
+            self._question("Capacity", p.CapacityRequest, _capacity),
             Unary("EvaluateTick", p.EvaluateTickRequest, self.evaluate_tick, pure=lambda request: False),
             ServerStream("Bootstrap", p.BootstrapRequest, self.bootstrap),
             Unary("FitLatencyLaw", p.FitLatencyLawRequest, self.fit_latency_law),
         )
+
+    def _question(self, name: str, request: type[Message], answer: Callable[[Any, Timed], Message]) -> Unary:
+        """An RPC that ``answer`` answers: at once where the engine is ready and nothing is learned of it."""
+
+        async def in_turn(request: Any) -> Message:
+            asked = await self.timed(request)
+            return await self._engines.off_loop(lambda: answer(request, asked))
+
+        def at_once(request: Any) -> Message | None:
+            ready = self._engines.ready(request) if _stateless(request) else None
+            if ready is None:
+                return None
+            return self._engines.lanes.work.at_once(lambda: answer(request, Timed(ready.passes, ready, 0)))
+
+        return Unary(name, request, in_turn, at_once, pure=_stateless)
 
     async def timed(self, request: Any) -> Timed:
         """The pass model that a request's engine and state name."""
@@ -113,44 +128,6 @@ class Planner:
             )
 
         return await self._engines.off_loop(answer)
-
-    async def queue_drain(self, request: planner_pb2.QueueDrainRequest) -> Message:
-        told, asked = await self._outlook(request, drain=True)
-        return planner_pb2.QueueDrainResponse(
-            engine=asked.stamp, state_version=asked.version, drain_s=_ready(told.drain_s)
-        )
-
-    async def decode_itl(self, request: planner_pb2.DecodeItlRequest) -> Message:
-        tokens, requests = (loads.usual(getattr(request, name), name) for name in USUAL)
-        told, asked = await self._outlook(request, tokens, requests, itl=True)
-        return planner_pb2.DecodeItlResponse(engine=asked.stamp, state_version=asked.version, itl_s=_ready(told.itl_s))
-
-    async def _outlook(
-        self, request: Any, tokens: float = 0.0, requests: float = 0.0, drain: bool = False, itl: bool = False
-    ) -> tuple[Outlook, Timed]:
-        asked = await self.timed(request)
-        role, limits = loads.role_of(request.role, asked.ready), loads.limits_of(request.limits, asked.ready)
-        live = loads.loads_of([loads.rank_rows(request.ranks, limits)])
-        (told,) = await self._engines.off_loop(
-            lambda: outlooks(asked.model, role, limits, live, (Scenario(),), tokens, requests, drain=drain, itl=itl)
-        )
-        for error in told.errors.values():
-            raise error
-        return told, asked
-
-    async def capacity(self, request: planner_pb2.CapacityRequest) -> Message:
-        asked = await self.timed(request)
-        role, limits = loads.role_of(request.role, asked.ready), loads.limits_of(request.limits, asked.ready)
-        shape = _capacity_request(request)
-        found = await self._engines.off_loop(lambda: capacity(asked.model, role, limits, shape))
-        if found is None and asked.ready is None and shape.isl and (shape.osl or not role.decodes):
-            raise not_ready()
-        response = planner_pb2.CapacityResponse(engine=asked.stamp, state_version=asked.version)
-        if found is not None:
-            response.capacity.CopyFrom(_capacity_point(found))
-            if request.include_candidates:
-                response.candidates.CopyFrom(_capacity_columns(found))
-        return response
 
     async def evaluate_tick(self, request: planner_pb2.EvaluateTickRequest) -> Message:
         sizes = (
@@ -203,6 +180,42 @@ class Planner:
             itl_fit=_quality(law.itl),
             ttft_fit=_quality(law.ttft),
         )
+
+
+def _queue_drain(request: planner_pb2.QueueDrainRequest, asked: Timed) -> Message:
+    told = _told(request, asked, drain=True)
+    return planner_pb2.QueueDrainResponse(engine=asked.stamp, state_version=asked.version, drain_s=_ready(told.drain_s))
+
+
+def _decode_itl(request: planner_pb2.DecodeItlRequest, asked: Timed) -> Message:
+    tokens, requests = (loads.usual(getattr(request, name), name) for name in USUAL)
+    told = _told(request, asked, tokens, requests, itl=True)
+    return planner_pb2.DecodeItlResponse(engine=asked.stamp, state_version=asked.version, itl_s=_ready(told.itl_s))
+
+
+def _told(
+    request: Any, asked: Timed, tokens: float = 0.0, requests: float = 0.0, drain: bool = False, itl: bool = False
+) -> Outlook:
+    role, limits = loads.role_of(request.role, asked.ready), loads.limits_of(request.limits, asked.ready)
+    live = loads.loads_of([loads.rank_rows(request.ranks, limits)])
+    (told,) = outlooks(asked.model, role, limits, live, (Scenario(),), tokens, requests, drain=drain, itl=itl)
+    for error in told.errors.values():
+        raise error
+    return told
+
+
+def _capacity(request: planner_pb2.CapacityRequest, asked: Timed) -> Message:
+    role, limits = loads.role_of(request.role, asked.ready), loads.limits_of(request.limits, asked.ready)
+    shape = _capacity_request(request)
+    found = capacity(asked.model, role, limits, shape)
+    if found is None and asked.ready is None and shape.isl and (shape.osl or not role.decodes):
+        raise not_ready()
+    response = planner_pb2.CapacityResponse(engine=asked.stamp, state_version=asked.version)
+    if found is not None:
+        response.capacity.CopyFrom(_capacity_point(found))
+        if request.include_candidates:
+            response.candidates.CopyFrom(_capacity_columns(found))
+    return response
 
 
 def not_ready() -> ServiceError:

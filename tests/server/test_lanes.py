@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from perfcast_client import Client, DecodeTrajectory, EngineConfig, Prefill, errors
 from perfcast_server.errors import ServiceError
-from perfcast_server.lanes import STANDING_S, Lane
+from perfcast_server.lanes import SHORT_S, STANDING_S, Lane
 from perfcast_server.metrics import Metrics
 from perfcast_surface.arrays import F64, Ints
 from perfcast_surface.bands import BAND, in_bands
@@ -67,6 +67,37 @@ async def test_a_burst_may_wait_and_one_that_would_take_too_long_is_refused() ->
         bench.ask()
     assert caught.value.reason == "LIMIT"
     assert caught.value.retry_s is not None and 1.0 < caught.value.retry_s < 1.25
+    await bench.close()
+
+
+async def test_short_work_is_done_at_once_and_the_event_loop_then_rests_the_longer_the_longer_it_took() -> None:
+    bench = Bench()
+
+    def take(seconds: float) -> str:
+        bench.now += seconds
+        return "done"
+
+    for took, rest in ((SHORT_S, SHORT_S), (2 * SHORT_S, 4 * SHORT_S), (20 * SHORT_S, 400 * SHORT_S)):
+        assert bench.lane.at_once(lambda took=took: take(took)) == "done"
+        bench.now += 0.99 * rest
+        assert bench.lane.at_once(lambda: take(0)) is None
+        bench.now += 0.02 * rest
+    bench.ask()
+    await bench.begun()
+    assert bench.lane.at_once(lambda: take(0)) is None
+    await bench.close()
+
+
+async def test_work_that_is_refused_at_once_counts_as_work() -> None:
+    bench = Bench()
+
+    def refuse() -> None:
+        bench.now += SHORT_S
+        raise ServiceError("RANGE", "no")
+
+    with pytest.raises(ServiceError, match="no"):
+        bench.lane.at_once(refuse)
+    assert bench.lane.at_once(lambda: "too soon") is None
     await bench.close()
 
 
