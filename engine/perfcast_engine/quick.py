@@ -45,7 +45,7 @@ class ShortCut:
         ms: F64 = sum((term.at(batch, s, prefix) for term in self.terms), np.zeros(1))
         gone = np.isnan(ms)
         if gone.any():
-            b, n, p = (np.broadcast_to(column, ms.shape)[gone].astype(np.float64) for column in (batch, s, prefix))
+            b, n, p = ((column + np.zeros(len(ms)))[gone] for column in (batch, s, prefix))
             ms[gone] = self.beyond(Points(b, n, p, b * n, np.ones(len(b))))
         return ms
 

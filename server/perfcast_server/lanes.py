@@ -20,7 +20,7 @@ T = TypeVar("T")
 STANDING_S = 0.25  # a queue that has stood for as long is no burst but an overload
 FIRST_GUESS_S = 0.005  # per unit of cost, until the first work is done
 FORGET = 0.1  # weight of the newest measurement in the mean
-SHORT_S = 0.0005  # of work that a thread would do no sooner, as it keeps the interpreter for as long (tidy.SWITCH_S)
+SHORT_S = 0.005  # of work that may hold up the event loop, as Python lets a thread by default
 
 
 class Unwanted(Exception):

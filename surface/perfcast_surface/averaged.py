@@ -81,7 +81,7 @@ class Averaged:
     def _fill(self, lengths: Ints) -> None:
         """Tabulate what is asked for and was not before; to do so twice at a time changes nothing."""
         last = len(self._filled) - 1
-        low, high = (min(int(end) >> BITS, last) for end in (lengths.min(initial=0), lengths.max(initial=0)))
+        low, high = (min(int(end) >> BITS, last) for end in (lengths.min(initial=LIMIT), lengths.max(initial=0)))
         if self._filled[low : high + 1].all():
             return
         for block in np.unique(np.minimum(lengths >> BITS, last)):

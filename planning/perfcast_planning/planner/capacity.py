@@ -211,7 +211,7 @@ def _split(limits: EngineLimits, request: CapacityRequest, tokens: F64, prompts:
         at = np.sort(np.stack([np.zeros_like(tokens), *(total % ranks for total in (tokens, prompts, decodes, kv))], 1))
 
     def share(total: F64) -> F64:
-        return np.ceil((total[:, None] - at) / ranks)
+        return total[:, None] if ranks == 1 else np.ceil((total[:, None] - at) / ranks)
 
     own_tokens, own_decodes = share(tokens), share(decodes)
     own_prompts = 1.0 if request.legacy_single_request else np.maximum(share(prompts), 1)

@@ -99,16 +99,19 @@ def price_passes(model: PassModel, questions: Sequence[Passes]) -> list[Priced]:
 
     NaN where the model knows too little; an engine that misses data has its error beside.
     """
-    columns = ([getattr(asked.work, name) for asked in questions] for name in RankWork.__slots__)
-    table = [np.concatenate(column) for column in columns]
+    table = [_joined([getattr(asked.work, name) for asked in questions]) for name in RankWork.__slots__]
     starts = list(accumulate((asked.engines for asked in questions), initial=0))
-    owner = np.concatenate([asked.owner + start for asked, start in zip(questions, starts, strict=False)])
+    owner = _joined([asked.owner + start for asked, start in zip(questions, starts, strict=False)])
     rank_of, count = np.repeat(np.arange(len(owner)), table[0].shape[1]), len(owner)
     priced = model.price(Iterations(RankWork(*(column.ravel() for column in table)), rank_of, count))
-    times = np.maximum(priced.ms, 0) * np.concatenate([asked.repeats for asked in questions])
+    times = np.maximum(priced.ms, 0) * _joined([asked.repeats for asked in questions])
     spent = np.bincount(owner, times, starts[-1]).astype(np.float64, copy=False)
     errors = {int(owner[index]): priced.errors[index] for index in sorted(priced.errors, reverse=True)}
     return [
         Priced(spent[start:end], {index - start: errors[index] for index in errors if start <= index < end})
         for start, end in pairwise(starts)
     ]
+
+
+def _joined(columns: list[Any]) -> Any:
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
