@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -17,7 +18,8 @@ from perfcast_server.metrics import Metrics
 from perfcast_server.settings import Settings
 
 T = TypeVar("T")
-STANDING_S = 0.25  # a queue that has stood for as long is no burst but an overload
+PATIENCE = {"steps": 1, "work": 1, "loads": 10}  # of --max-wait-s: an engine is loaded but once
+CALM_S = 0.25  # without a refusal, and an overload is over
 FIRST_GUESS_S = 0.005  # per unit of cost, until the first work is done
 FORGET = 0.1  # weight of the newest measurement in the mean
 SHORT_S = 0.005  # of work that may hold up the event loop, as Python lets a thread by default
@@ -30,9 +32,9 @@ class Unwanted(Exception):
 class Lane:
     """So many threads, and a queue before them that is bounded by the time it takes.
 
-    A burst may wait up to ``patience_s``. In an overload, which is when no thread has been free for a while, only one
-    waits at a time, until nothing had to be refused for as long: what is accepted then takes hardly longer than alone.
-    Everything else is refused at once, with the time after which to try again.
+    A burst may wait up to ``patience_s``; what would have to wait for longer is refused at once, with the time after
+    which to try again. From the first refusal until there was none for a while is an overload: one works at a time and
+    none waits, so that what is accepted takes little longer than alone: threads of one interpreter slow each other.
     """
 
     def __init__(
@@ -52,9 +54,7 @@ class Lane:
         self._inside = 0
         self._cost = 0.0
         self._mean_s = FIRST_GUESS_S
-        self._free_at = clock()
-        self._refused_at = -1.0
-        self._overloaded = False
+        self._refused_at = -math.inf
         self._rested_at = clock()
         self._waited = metrics.lane_wait.labels(name)
         metrics.lane_in_work.labels(name).set_function(lambda: self._inside)
@@ -109,20 +109,16 @@ class Lane:
             ended = self._clock()
             self._rested_at = ended + (ended - began) ** 2 / SHORT_S
 
+    @property
+    def _overloaded(self) -> bool:
+        return self._clock() - self._refused_at <= CALM_S
+
     def admit(self) -> None:
         """Refuse what would have to wait for too long."""
-        now = self._clock()
-        if self._inside < self._threads:
-            self._free_at = now
-            if now - self._refused_at > STANDING_S:
-                self._overloaded = False
-            return
-        if now - self._free_at > STANDING_S:
-            self._overloaded = True
         wait_s = self._cost * self._mean_s / self._threads
-        if wait_s <= self._patience_s and not (self._overloaded and self._inside > self._threads):
+        if not self._inside or (not self._overloaded and (self._inside < self._threads or wait_s <= self._patience_s)):
             return
-        self._refused_at = now
+        self._refused_at = self._clock()
         raise ServiceError(
             "LIMIT",
             f"the {self.name} lane has {self._inside} in work, which is more than it can do in time",
@@ -142,7 +138,7 @@ class Lanes:
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         threads = settings.threads or max(2, os.cpu_count() or 2)
         self.steps, self.work, self.loads = (
-            Lane(name, threads, settings.max_wait_s, metrics) for name in ("steps", "work", "loads")
+            Lane(name, threads, patience * settings.max_wait_s, metrics) for name, patience in PATIENCE.items()
         )
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class Settings:
     threads: int = _setting(0, "threads of a process for each kind of heavy work; 0 means one per core, at least 2")
     max_concurrent_requests: int = _setting(256, "requests in work or waiting; more are refused at once")
     max_request_bytes_in_work: int = _setting(256 << 20, "bytes of requests in work or waiting")
-    max_wait_s: float = _setting(0.25, "time that a burst may wait for a thread; more is refused at once")
+    max_wait_s: float = _setting(0.15, "time that a burst may wait for a thread; more is refused at once")
     max_streams: int = _setting(64, "step streams open at once; more are refused at once")
     search_workers: int = _setting(
         0, "search processes beside each worker, started when needed; 0 shares half the cores"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from perfcast_client import Client, DecodeTrajectory, EngineConfig, Prefill, errors
 from perfcast_server.errors import ServiceError
-from perfcast_server.lanes import SHORT_S, STANDING_S, Lane
+from perfcast_server.lanes import CALM_S, SHORT_S, Lane
 from perfcast_server.metrics import Metrics
 from perfcast_surface.arrays import F64, Ints
 from perfcast_surface.bands import BAND, in_bands
@@ -22,19 +23,19 @@ CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="tr
 
 
 class Bench:
-    """A lane with one thread, a clock that is set by hand, and work that ends when it is told to."""
+    """A lane, a clock that is set by hand, and work that ends when it is told to."""
 
-    def __init__(self, patience_s: float = 1.0) -> None:
+    def __init__(self, patience_s: float = 1.0, threads: int = 1) -> None:
         self.now = 0.0
-        self.lane = Lane("steps", 1, patience_s, Metrics(), clock=lambda: self.now)
-        self._doors: list[threading.Event] = []
+        self.lane = Lane("steps", threads, patience_s, Metrics(), clock=lambda: self.now)
+        self.doors: list[threading.Event] = []
         self._tasks: list[asyncio.Task[Any]] = []
 
     def ask(self, cost: float = 1.0) -> None:
         """Raises what the lane refuses with."""
         self.lane.admit()
         door = threading.Event()
-        self._doors.append(door)
+        self.doors.append(door)
         self._tasks.append(asyncio.get_running_loop().create_task(self.lane.run(door.wait, cost)))
 
     async def begun(self) -> None:
@@ -43,12 +44,12 @@ class Bench:
 
     async def end_one(self, after_s: float) -> None:
         self.now += after_s
-        self._doors.pop(0).set()
+        self.doors.pop(0).set()
         await self._tasks.pop(0)
         await self.begun()
 
     async def close(self) -> None:
-        for door in self._doors:
+        for door in self.doors:
             door.set()
         await asyncio.gather(*self._tasks)
         self.lane.close()
@@ -78,7 +79,7 @@ async def test_short_work_is_done_at_once_and_the_event_loop_then_rests_the_long
         return "done"
 
     for took, rest in ((SHORT_S, SHORT_S), (2 * SHORT_S, 4 * SHORT_S), (20 * SHORT_S, 400 * SHORT_S)):
-        assert bench.lane.at_once(lambda took=took: take(took)) == "done"
+        assert bench.lane.at_once(partial(take, took)) == "done"
         bench.now += 0.99 * rest
         assert bench.lane.at_once(lambda: take(0)) is None
         bench.now += 0.02 * rest
@@ -118,33 +119,38 @@ async def test_the_cost_of_what_waits_counts_not_its_number() -> None:
     await bench.close()
 
 
-async def test_in_an_overload_one_waits_until_nothing_is_refused_for_a_while() -> None:
-    bench = Bench(patience_s=100.0)
-    for _ in range(4):
+async def test_in_an_overload_one_works_and_none_waits_until_nothing_is_refused_for_a_while() -> None:
+    bench = Bench(threads=3)
+    for _ in range(40):  # learn that one takes 0.5 s
         bench.ask()
         await bench.begun()
-    bench.now += STANDING_S * 1.1
-    with pytest.raises(ServiceError):
+        await bench.end_one(0.5)
+    for _ in range(7):
         bench.ask()
-    for _ in range(3):
-        await bench.end_one(0.01)
-    bench.ask()  # one works, one waits
-    await bench.begun()
-    with pytest.raises(ServiceError):
-        bench.ask()
-    await bench.end_one(0.01)
-    await bench.end_one(0.01)
-    bench.ask()  # a thread is free, but that is what an overload with refusals looks like
+        await bench.begun()
+    for left in (7, 6, 5, 4, 3, 2, 1):
+        with pytest.raises(ServiceError):
+            bench.ask()
+        assert len(bench.doors) == left
+        await bench.end_one(CALM_S * 0.9)
     bench.ask()
     await bench.begun()
-    with pytest.raises(ServiceError):
+    with pytest.raises(ServiceError):  # though two threads are free
         bench.ask()
-    await bench.end_one(0.01)
-    await bench.end_one(0.01)
-    bench.now += STANDING_S * 1.1
-    for _ in range(4):
+    bench.now += CALM_S * 1.1
+    for _ in range(3):
         bench.ask()
         await bench.begun()
+    await bench.close()
+
+
+async def test_where_nothing_may_wait_nothing_does_in_an_overload_either() -> None:
+    bench = Bench(patience_s=0.0)
+    bench.ask()
+    await bench.begun()
+    for _ in range(2):
+        with pytest.raises(ServiceError):
+            bench.ask()
     await bench.close()
 
 
