@@ -74,15 +74,18 @@ class Searcher:
         self._send(PROGRESS, search_pb2.SearchResponse(progress=progress).SerializeToString())
 
     def _send(self, kind: bytes, data: bytes = b"") -> None:
-        self._outbox.write(HEADER.pack(kind, len(data)) + data)
-        self._outbox.flush()
+        try:
+            self._outbox.write(HEADER.pack(kind, len(data)) + data)
+            self._outbox.flush()
+        except OSError:
+            os._exit(0)  # whoever asks is gone
 
     def _listen(self) -> NoReturn:
         with contextlib.suppress(OSError, struct.error):  # killed, it may leave a connection reset or half a message
             while header := self._inbox.read(HEADER.size):
                 kind, size = HEADER.unpack(header)
                 self._asked.put((kind, self._inbox.read(size)))
-        os._exit(0)  # whoever asks is gone
+        os._exit(0)
 
 
 def resident_bytes() -> int:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import grpc
 import pytest
 from perfcast_client import Client, EngineConfig, Prefill, SearchTask, Workload, calls
+from perfcast_server.search_process import ID
+from perfcast_server.settings import Settings, child_environment
 from perfcast_server.totals import Totals
 
-from tests.server.running import SEARCH_PATIENCE_S, Process, eventually, process
+from tests.server.running import PATIENCE_S, SEARCH_PATIENCE_S, Process, eventually, process
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 STEP = {"grpc_type": "unary", "grpc_service": "perfcast.v1.Prediction", "grpc_method": "PredictStep"}
@@ -114,6 +119,29 @@ def test_searches_end_with_their_server_whatever_it_had_not_heard_of_them() -> N
         eventually(lambda: all(map(asleep, below)), SEARCH_PATIENCE_S)
         served.end(signal.SIGKILL)
         eventually(lambda: not any(map(alive, below)))
+
+
+def test_a_search_whose_caller_left_before_it_began_ends_without_a_word() -> None:
+    control, theirs = socket.socketpair()
+    with control:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "perfcast_server.search_process", json.dumps(asdict(Settings()))],
+                stdin=theirs.fileno(),
+                stderr=subprocess.PIPE,
+                env=child_environment(),
+            )
+        for is_left in (True, False):
+            own, end = socket.socketpair()
+            with own, end:
+                if is_left:
+                    own.close()
+                socket.send_fds(control, [b"F"], [end.fileno()])
+                end.close()
+                if not is_left:
+                    own.settimeout(PATIENCE_S)
+                    assert own.recv(1) == ID
+    assert process.communicate(timeout=PATIENCE_S) == (None, b"")
 
 
 def test_workers_that_cannot_start_end_the_start() -> None:
