@@ -87,14 +87,15 @@ class Planner:
         )
 
     def _question(self, name: str, request: type[Message], answer: Callable[[Any, Timed], Message]) -> Unary:
-        """An RPC that ``answer`` answers: at once where the engine is ready and nothing is learned of it."""
+        """An RPC that ``answer`` answers: small questions at once where the engine is ready and nothing is learned."""
 
         async def in_turn(request: Any) -> Message:
             asked = await self.timed(request)
             return await self._engines.off_loop(lambda: answer(request, asked))
 
         def at_once(request: Any) -> Message | None:
-            ready = self._engines.ready(request) if _stateless(request) else None
+            small = request.ByteSize() <= 8 * self._settings.inline_points
+            ready = self._engines.ready(request) if small and _stateless(request) else None
             if ready is None:
                 return None
             return self._engines.lanes.work.at_once(lambda: answer(request, Timed(ready.passes, ready, 0)))
