@@ -32,7 +32,7 @@ T = TypeVar("T")
 MAX_HANDLE = 128
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Ready:
     """An engine that has answered a probe of each phase, with what its answers say of it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from google.protobuf.message import Message
@@ -73,6 +74,7 @@ class Planner:
         self._engines = engines
         self._states = states
         self._settings = settings
+        self._warm: WeakSet[Ready] = WeakSet()  # engines that have answered before, so that their tables are filled
 
     def methods(self) -> tuple[Method, ...]:
         p = planner_pb2
@@ -87,16 +89,19 @@ class Planner:
         )
 
     def _question(self, name: str, request: type[Message], answer: Callable[[Any, Timed], Message]) -> Unary:
-        """An RPC that ``answer`` answers: small questions at once where the engine is ready and nothing is learned."""
+        """An RPC that ``answer`` answers: small questions at once where the engine is warm and nothing is learned."""
 
         async def in_turn(request: Any) -> Message:
             asked = await self.timed(request)
-            return await self._engines.off_loop(lambda: answer(request, asked))
+            told = await self._engines.off_loop(lambda: answer(request, asked))
+            if asked.ready is not None:
+                self._warm.add(asked.ready)
+            return told
 
         def at_once(request: Any) -> Message | None:
             small = request.ByteSize() <= 8 * self._settings.inline_points
             ready = self._engines.ready(request) if small and _stateless(request) else None
-            if ready is None:
+            if ready is None or ready not in self._warm:
                 return None
             return self._engines.lanes.work.at_once(lambda: answer(request, Timed(ready.passes, ready, 0)))
 
