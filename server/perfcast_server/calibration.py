@@ -61,7 +61,7 @@ class Calibration:
             raise invalid("client_id", "must have 1 to 128 characters")
         if not request.sequence:
             raise invalid("sequence", "must be at least 1")
-        return await self._engines.off_loop(lambda: self._tune(request, ready))
+        return await self._engines.lanes.states.run(lambda: self._tune(request, ready))
 
     def _tune(self, request: calibration_pb2.TuneRequest, ready: Ready | None) -> calibration_pb2.TuneResponse:
         iterations = loads.iterations_of(request.iterations)
@@ -109,7 +109,9 @@ class Calibration:
     async def diagnose(self, request: calibration_pb2.DiagnoseRequest) -> Message:
         ready = await self._engine(request)
         key, steps = (ready.engine.handle, ready.engine.steps) if ready else ("", None)
-        version, model = await self._engines.off_loop(lambda: self._states.model((key, request.state_name), steps))
+        version, model = await self._engines.lanes.states.run(
+            lambda: self._states.model((key, request.state_name), steps)
+        )
         if not version:
             raise unknown(request.state_name)
         factors = model.correction_factors()
@@ -128,12 +130,12 @@ class Calibration:
     async def export_state(self, request: calibration_pb2.ExportStateRequest) -> Message:
         ready = await self._engine(request)
         key = ready.engine.handle if ready else "", request.state_name
-        state = await self._engines.off_loop(lambda: self._states.read(key))
+        state = await self._engines.lanes.states.run(lambda: self._states.read(key))
         return calibration_pb2.ExportStateResponse(engine=ready.stamp if ready else None, state=state)
 
     async def import_state(self, request: calibration_pb2.ImportStateRequest) -> Message:
         ready = await self._engine(request)
-        version = await self._engines.off_loop(lambda: self._import(request, ready))
+        version = await self._engines.lanes.states.run(lambda: self._import(request, ready))
         return calibration_pb2.ImportStateResponse(engine=ready.stamp if ready else None, state_version=version)
 
     def _import(self, request: calibration_pb2.ImportStateRequest, ready: Ready | None) -> int:

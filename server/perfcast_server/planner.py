@@ -116,7 +116,7 @@ class Planner:
                 raise invalid("engine", "is missing, and there is no state_name either; give config or handle")
             return Timed(ready.passes, ready, 0)
         key, steps = (ready.engine.handle, ready.engine.steps) if ready else ("", None)
-        version, model = await self._engines.off_loop(lambda: self._states.model((key, name), steps))
+        version, model = await self._engines.lanes.states.run(lambda: self._states.model((key, name), steps))
         return Timed(model, ready, version)
 
     async def estimate_passes(self, request: planner_pb2.EstimatePassesRequest) -> Message:

@@ -21,6 +21,7 @@ from perfcast_server.learned import model_of
 from perfcast_server.settings import SettingsError
 
 FILE, SCHEMA = "calibration.sqlite3", 1
+OPEN_S, BUSY_S = 10.0, 2.0  # that another process may hold the store, before it is opened and before it is used
 MODELS_KEPT = 256
 NAME = re.compile(r"[A-Za-z0-9._/:-]{1,128}")
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class States:
         try:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
             database = sqlite3.connect(
-                Path(self._folder) / FILE, timeout=10, isolation_level=None, check_same_thread=False
+                Path(self._folder) / FILE, timeout=OPEN_S, isolation_level=None, check_same_thread=False
             )
             database.execute("PRAGMA journal_mode=WAL")
             database.execute("PRAGMA synchronous=FULL")
@@ -57,6 +58,7 @@ class States:
                 "body BLOB NOT NULL, PRIMARY KEY (engine, name)) WITHOUT ROWID"
             )
             database.execute(f"PRAGMA user_version={SCHEMA}")
+            database.execute(f"PRAGMA busy_timeout={BUSY_S * 1000:.0f}")
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"state_dir: cannot keep states in {self._folder}: {error}") from None
         self._database = database

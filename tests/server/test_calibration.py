@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import sqlite3
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from perfcast.v1 import calibration_pb2
 from perfcast_client import Client, EngineConfig, calibration, errors, planner
@@ -19,7 +21,7 @@ from perfcast_client.calibration import LearningOptions
 from perfcast_client.planner_types import RankPass
 from perfcast_server.settings import SettingsError
 
-from tests.server.running import Running, running
+from tests.server.running import PATIENCE_S, Running, eventually, running
 
 A = EngineConfig(model="Qwen/Qwen3-32B", system="h200_sxm", backend="vllm", tp=4)
 DECODE = RankPass(decode_requests=40, decode_kv_tokens=120_000)
@@ -320,6 +322,33 @@ def test_no_more_states_than_allowed(tmp_path: Path) -> None:
         with pytest.raises(errors.LimitExceeded):
             client.ask(calibration.tune(None, "c", [], client_id="c", sequence=1))
         client.ask(calibration.tune(None, "b", [], client_id="c", sequence=2))
+
+
+def test_what_waits_for_the_store_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    learned = calibration.tune(A, "s", measured(DECODE, 11), client_id="c", sequence=1)
+    with running(state_dir=str(tmp_path), threads=1) as server, Client(server.address, deadline_s=60) as client:
+        with ThreadPoolExecutor(1) as pool, server.held("states"):
+            asked = pool.submit(client.ask, learned)
+            eventually(lambda: server.metric("lane_in_work", lane="states") == 1)
+            assert native_ms(client, DECODE) > 0
+            assert client.ask(planner.capacity(A, isl=3000, osl=150)) is not None
+        assert asked.result(PATIENCE_S).state_version == 1
+
+
+def test_a_store_that_another_process_holds_is_told_and_used_again_when_it_is_free(tmp_path: Path) -> None:
+    with running(state_dir=str(tmp_path)) as server, Client(server.address, deadline_s=60) as client:
+        first = calibration.tune(None, "s", [], client_id="c", sequence=1)
+        assert client.ask(first).state_version == 1
+        other = sqlite3.connect(tmp_path / "calibration.sqlite3", isolation_level=None)
+        with contextlib.closing(other):
+            other.execute("BEGIN IMMEDIATE")
+            path, second = "/perfcast.v1.Calibration/Tune", calibration.tune(None, "s", [], client_id="c", sequence=2)
+            with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(path)(second.request.SerializeToString(), timeout=PATIENCE_S)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert client.ask(calibration.diagnose(None, "s")).state_version == 1
+            other.execute("ROLLBACK")
+        assert client.ask(second).state_version == 2
 
 
 def test_a_damaged_store_is_told_without_a_crash(tmp_path: Path) -> None:
