@@ -25,19 +25,31 @@ def test_fewer_samples_than_asked():
     assert Samples(np.array([[0.0, 5.0]])).nearest(np.array([[4.0]]), 5)[0].tolist() == [[1], [0]]
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([0, 29_999]), st.integers(0, 2**32 - 1))
-def test_pruning_finds_what_comparison_finds(axes, count, limit, seed):
+@given(st.integers(1, 4), st.integers(1, 5), st.booleans(), st.sampled_from([0, 1000]), st.integers(0, 2**32 - 1))
+def test_pruning_finds_what_comparison_finds(axes, count, coarse, narrow, seed):
     rng = np.random.default_rng(seed)
     samples = rng.integers(0, 5, (150, axes)) / 4.0  # a lattice, so that ties abound
     known, corner = Samples(samples.T), rng.integers(-2, 12, axes)
     with pytest.MonkeyPatch.context() as patch:
-        for name, small in (("DIRECT_CELLS", limit), ("TOGETHER", 16), ("BOXES", 30)):
-            patch.setattr(module, name, small)
+        limits = {"DIRECT_CELLS": 0, "TOGETHER": 16, "KEPT": 300, "CELLS": 999, "NARROW": narrow}
+        for name, value in (limits | {"MANY": 10_000 if coarse else 0}).items():
+            patch.setattr(module, name, value)
         for spread in (14, 3, 3):  # in a box of their own, which is kept
             queries = (corner + rng.integers(0, spread, (200, axes))) / 8.0
             index, _ = known.nearest(queries.T, count)
             expected = [by_hand(samples, query, count) for query in queries]
             np.testing.assert_array_equal(index.T, expected)
+
+
+def test_pruning_finds_what_comparison_finds_among_uneven_samples():
+    rng = np.random.default_rng(3)
+    samples = np.log2(np.maximum(2 ** rng.integers(0, 15, (3, 2000)) * rng.choice([0, 1, 1, 1, 3], (3, 2000)), 1e-12))
+    queries = np.log2(np.maximum(np.exp(rng.uniform(0, 16, (3, 600))).astype(int) - 1, 1e-12))
+    index, distance = Samples(samples).nearest(queries, 5)
+    away = np.sqrt(((samples[:, None] - queries[..., None]) ** 2).sum(axis=0))
+    expected = away.argsort(axis=1, kind="stable")[:, :5]
+    np.testing.assert_array_equal(index.T, expected)
+    np.testing.assert_array_equal(distance.T, np.take_along_axis(away, expected, axis=1))
 
 
 class TestUtilGrid:
@@ -72,8 +84,8 @@ def test_unclipped_space_tells_points_outside_apart():
 class Emptied(dict):
     """Kept boxes that another thread clears between two looks at them."""
 
-    def __contains__(self, key):
-        found = super().__contains__(key)
+    def get(self, *key):
+        found = super().get(*key)
         self.clear()
         return found
 

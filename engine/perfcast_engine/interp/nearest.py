@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +13,21 @@ from perfcast_surface.arrays import Ints
 from perfcast_engine.answer import F64
 
 Index = NDArray[np.intp]
-Axis = tuple[F64, Index]  # the values that there are along it, ascending, and which of them each sample has
+Boxes = tuple[Ints, NDArray[Any]]  # K codes of their places, ascending, and (W, K) candidates, ascending, behind them N
 
 DIRECT_CELLS = 50_000  # query-sample pairs that are quicker compared than pruned
-TOGETHER = 512  # queries that are compared at once
-BOX = 0.25  # queries in boxes whose corners are multiples of it share their candidates
-BOXES = 1 << 12  # that are kept
-FAMILY = 16  # half steps; boxes that lie in as many are pruned together
-FEW = 32  # boxes that are one family, or one on each side of 0
-MOST_CODES = 1 << 62
-SLACK = 1e-9  # on bounds, relative to squared distances, for rounding
+TOGETHER = 1024  # queries that are compared at once
+CELLS = 1 << 17  # box-sample pairs that are pruned at once
+KEPT = 1 << 20  # candidates
+COARSE = 4  # steps; boxes of one are pruned from what is near to the box of as many that they lie in
+MANY = 256  # queries that are worth boxes of one step
+NARROW = 100  # samples that are quicker sorted than searched for the least
+STEPS = 128  # make up the span of an axis along which samples lie uneven
+SLACK = 1e-9  # on bounds, relative to squares, for rounding
+MIX = np.cumprod(np.full(16, 0x9E3779B97F4A7C15, np.uint64)).view(np.int64)  # no two sums of small multiples are alike
+
+
+NONE: Boxes = np.array([np.iinfo(np.int64).max]), np.zeros((0, 1), np.uint16)  # but a box that no query lies in
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,117 +35,110 @@ class Samples:
     """What queries are near to, at (A, N)."""
 
     at: F64
-    _boxes: dict[tuple[bytes, int], Index] = field(default_factory=dict, init=False, repr=False)
-
-    @cached_property
-    def _axes(self) -> list[Axis]:
-        return [np.unique(values, return_inverse=True) for values in self.at]
+    _boxes: dict[tuple[int, int], Boxes] = field(default_factory=dict, init=False, repr=False)
 
     def nearest(self, queries: F64, count: int) -> tuple[Index, F64]:
         """Indices and Euclidean distances, both (min(count, N), Q), of the nearest samples of each of the ``queries``
         (A, Q), ascending by (distance, sample index)."""
         count = min(count, self.at.shape[1])
         if self.at.shape[1] * queries.shape[1] <= DIRECT_CELLS:
-            return _compare(self.at, queries, count)
-        if queries.shape[1] * count <= DIRECT_CELLS:
-            near = self.near(queries, count)
-            if queries.shape[1] * len(near) <= DIRECT_CELLS:
-                at, found = _compare(self.at[:, near], queries, count)
-                return near[at], found
-        places, place = self._boxed(queries, count)
-        sizes = np.array([len(near) for near in places])
-        listed = np.full((len(places), sizes.max()), self.at.shape[1])
-        listed[np.arange(sizes.max()) < sizes[:, None]] = np.concatenate(places)
-        padded = np.pad(self.at, ((0, 0), (0, 1)), constant_values=np.inf)
-        order = np.argsort(sizes[place], kind="stable")
-        index, distance = np.empty((count, len(order)), np.intp), np.empty((count, len(order)))
-        for some in np.split(order, np.arange(TOGETHER, len(order), TOGETHER)):
-            near = listed[place[some], : sizes[place[some[-1]]]]  # what is not there is infinitely far
-            which, distance[:, some] = _compare(padded.take(near, axis=1), queries[:, some], count)
-            index[:, some] = near[np.arange(len(some)), which]
+            return _least(_squares(self.at, queries[..., None]), count)
+        places = np.stack([np.floor(queries / self._step), np.ceil(queries / self._step)])
+        listed, box = self._boxed(places, count, COARSE if queries.shape[1] < MANY else 1)
+        sizes = (listed < self.at.shape[1]).sum(axis=0, dtype=listed.dtype)[box]
+        index, distance = np.empty((count, len(box)), np.intp), np.empty((count, len(box)))
+        for some in np.split(sizes.argsort(kind="stable"), np.arange(TOGETHER, len(box), TOGETHER)):
+            near = listed[: sizes[some[-1]]].take(box[some], axis=1)
+            squares = _squares(self._padded.take(near, axis=1), queries[:, some])
+            least, distance[:, some] = _least(squares.T.copy(), count)
+            index[:, some] = near.take(least * len(some) + np.arange(len(some)))
         return index, distance
 
     @cached_property
     def _step(self) -> F64:
-        """Along each axis, a third of the mean distance of its values (A, 1)."""
-        return np.array([np.ptp(known) / (3 * max(len(known) - 1, 1)) or 1.0 for known, _ in self._axes])[:, None]
+        """Along each axis, a third of what is between most samples (A, 1)."""
+        known = [np.unique(values) for values in self.at]
+        gaps = [np.diff(values) if len(values) > 1 else np.ones(1) for values in known]
+        return np.array([max(np.median(each), each.sum() / STEPS) / 3 for each in gaps])[:, None]
 
-    def _boxed(self, queries: F64, count: int) -> tuple[list[Index], Index]:
-        """Samples, ascending, that may be nearest in each of the boxes of a step that ``queries`` lie in, a point along
-        an axis where they lie on multiples of it; and which box that is for each query."""
-        ends = np.stack([np.floor(queries / self._step), np.ceil(queries / self._step)])
-        places, place = _distinct(ends.sum(axis=0).astype(np.int64))
-        names = [(column.tobytes(), count) for column in np.ascontiguousarray(places.T)]
-        found = {name: box for name in names if (box := self._boxes.get(name)) is not None}  # another may clear them
-        new = np.array([i for i, name in enumerate(names) if name not in found], np.intp)
-        wide, inside = _distinct(places[:, new] // (FAMILY if len(new) > FEW else MOST_CODES))
-        for family in range(wide.shape[1]):
-            some = new[inside == family]
-            box = places[:, some]
-            low, high = box // 2 * self._step, -(-box // 2) * self._step
-            around = np.stack([low.min(axis=1), high.max(axis=1)], axis=1)
-            near = np.flatnonzero(_candidates(self._axes, around, np.array([0, 2]), count))
-            sides = np.stack([low, high], axis=-1).reshape(len(low), -1)
-            which = _candidates(Samples(self.at[:, near])._axes, sides, np.arange(0, sides.shape[1] + 1, 2), count)
-            found |= {names[i]: near[each] for i, each in zip(some.tolist(), which, strict=True)}
-        if len(self._boxes) > BOXES:
-            self._boxes.clear()
-        self._boxes.update(found)
-        return [found[name] for name in names], place
+    @cached_property
+    def _padded(self) -> F64:
+        """``at``, and something that is infinitely far."""
+        return np.pad(self.at, ((0, 0), (0, 1)), constant_values=np.inf)
 
-    def near(self, queries: F64, count: int) -> Index:
-        """Samples, ascending, of which the ``count`` nearest to anything in the box around ``queries`` are some."""
-        ends = np.floor(queries.min(axis=1) / BOX), np.ceil(queries.max(axis=1) / BOX)
-        box = np.stack(ends, axis=1) * BOX
-        key = box.tobytes(), count
-        found = self._boxes.get(key)
-        if found is None:
-            if len(self._boxes) >= BOXES:
-                self._boxes.clear()
-            found = self._boxes[key] = np.flatnonzero(_candidates(self._axes, box, np.array([0, 2]), count))
-        return found
+    def _boxed(self, ends: F64, count: int, steps: int) -> tuple[NDArray[Any], Index]:
+        """The candidates of boxes of ``steps``, a point along an axis where both ``ends`` (2, A, Q) are the same
+        multiple of it, and in which of them all between them lies."""
+        ends = np.stack([np.floor(ends[0] / steps), np.ceil(ends[1] / steps)])
+        codes = MIX[: ends.shape[1]] @ ends.sum(axis=0).astype(np.int64)
+        known, listed = self._boxes.get((count, steps), NONE)
+        box = np.minimum(known.searchsorted(codes), len(known) - 1)
+        gone = known[box] != codes
+        if gone.any():
+            if listed.size > KEPT:
+                (known, listed), gone = NONE, np.ones(len(codes), np.bool_)
+            new, first, again = np.unique(codes[gone], return_index=True, return_inverse=True)
+            ends = ends[..., gone][..., first] * steps
+            among = np.broadcast_to(np.arange(self.at.shape[1]), (len(new), self.at.shape[1]))
+            if steps == 1:
+                around, place = self._boxed(ends, count, COARSE)
+                among = around.T[place]
+            which, near = self.candidates(among, ends[0] * self._step, ends[1] * self._step, count)
+            sizes, (most, old) = np.bincount(which), listed.shape
+            kind = np.min_scalar_type(self.at.shape[1])  # small, to be read soon
+            grown = np.full((max(most, sizes.max()), old + len(new)), self.at.shape[1], kind)
+            grown[:most, :old] = listed
+            grown[np.arange(len(near)) - (np.cumsum(sizes) - sizes)[which], old + which] = near
+            known = np.append(known, new)
+            order = known.argsort()
+            listed, box[gone] = grown[:, order], old + again
+            self._boxes[count, steps] = known[order], listed
+            box = order.argsort()[box]
+        return listed, box
 
-
-def _compare(samples: F64, queries: F64, count: int) -> tuple[Index, F64]:
-    left = np.zeros((queries.shape[1], samples.shape[-1]))
-    for values, asked in zip(samples, queries, strict=True):
-        step = values - asked[:, None]
-        step *= step
-        left += step
-    np.sqrt(left, out=left)
-    rows = np.arange(len(left))
-    index, distance = np.empty((count, len(left)), np.intp), np.empty((count, len(left)))
-    for rank in range(count):
-        index[rank] = left.argmin(axis=1)
-        distance[rank] = left[rows, index[rank]]
-        left[rows, index[rank]] = np.inf
-    return index, distance
-
-
-def _candidates(axes: Sequence[Axis], queries: F64, bounds: Index, count: int) -> NDArray[np.bool_]:
-    """(blocks, samples): which may be among the ``count`` nearest of any query of a block, from one bound to the next.
-
-    Along an axis, by how much the square of the distance to one value exceeds that to another is a line over the query.
-    Its values at both ends of a block bound the excess over the nearest value, and sums of these bound the ranks.
-    """
-    least, most = np.zeros((2, len(bounds) - 1, len(axes[0][1])))
-    slack = np.zeros((len(bounds) - 1, 1))
-    for (known, code), asked in zip(axes, queries[:, : bounds[-1]], strict=True):
-        ends = np.stack([extreme.reduceat(asked, bounds[:-1]) for extreme in (np.minimum, np.maximum)])
-        squares = (known - ends[..., None]) ** 2
-        lines = squares[..., None] - squares[:, :, None]
-        least += lines.min(axis=0).max(axis=-1).take(code, axis=1)
-        most += lines.max(axis=(0, -1)).take(code, axis=1)
-        slack += squares.max(axis=(0, 2))[:, None] * SLACK
-    most.partition(count - 1, axis=1)
-    return least <= most[:, count - 1 : count] + slack
+    def candidates(self, among: Index, low: F64, high: F64, count: int) -> tuple[Index, Index]:
+        """Which of the boxes from ``low`` to ``high`` (A, B), and samples of those ``among`` (B, W) that may be nearest
+        in it: those that as many as ``count`` of the nearest to its centre do not beat in all of its corners."""
+        if len(among) > 1 and among.size > CELLS:
+            some = len(among) // 2
+            parts = (self.candidates(among[i], low[:, i], high[:, i], count) for i in np.s_[:some, some:])
+            (box, near), (others, more) = parts
+            return np.append(box, others + some), np.append(near, more)
+        at, centre, half = self._padded.take(among, axis=1), (low + high) / 2, (high - low) / 2
+        off = _squares(at, centre[..., None])
+        lead = off.argpartition(count - 1, axis=1)[:, :count]
+        ahead = np.take_along_axis(off, lead, axis=1)
+        slack = SLACK * (ahead.max(axis=1) + np.square(centre).sum(axis=0))
+        reach = (np.sqrt(ahead.max(axis=1)) + 2 * np.sqrt(np.square(half).sum(axis=0))) ** 2 + slack
+        box, near = np.divmod(np.flatnonzero(off <= reach[:, None]), off.shape[1])
+        lead = lead[box].T
+        turns = (2 * side[box] * np.abs(x[box, near] - x[box, lead]) for side, x in zip(half, at, strict=True))
+        keep = ~(off[box, near] - ahead[box].T > sum(turns) + slack[box]).all(axis=0)
+        return box[keep], among[box[keep], near[keep]]
 
 
-def _distinct(columns: Ints) -> tuple[Ints, Index]:
-    """The distinct ones of ``columns`` (A, N), and which of them each is."""
-    codes = columns - columns.min(axis=1, keepdims=True, initial=0)
-    sizes = (codes.max(axis=1, initial=0) + 1).tolist()
-    if prod(sizes) >= MOST_CODES:
-        return np.unique(columns, return_inverse=True, axis=1)
-    _, first, which = np.unique(np.ravel_multi_index(tuple(codes), sizes), return_index=True, return_inverse=True)
-    return columns[:, first], which
+def _squares(samples: F64, queries: F64) -> F64:
+    """Of distances."""
+    left: F64 = np.square(samples[0] - queries[0])
+    for values, asked in zip(samples[1:], queries[1:], strict=True):
+        left += np.square(values - asked)
+    return left
+
+
+def _least(squares: F64, count: int) -> tuple[Index, F64]:
+    """Places and roots, (count, Q), of the least of each row of ``squares`` (Q, N), ascending by (root, place)."""
+    rows, columns = squares.shape
+    least, left = np.empty((count, rows), np.intp), np.ones(rows, np.bool_)
+    if columns <= NARROW:
+        bits = (columns - 1).bit_length()
+        keys = squares.view(np.int64) & -1 << bits  # which sort as the squares do, but for the last bits
+        keys |= np.arange(columns)
+        keys.sort(axis=1)
+        keys = keys[:, : count + 1].T.copy()
+        least = keys[:count] & ~(-1 << bits)
+        left = ((keys[1:] >> bits) - (keys[:-1] >> bits) <= 1).any(axis=0)
+    roots = np.sqrt(squares[left])
+    for rank in range(count if len(roots) else 0):
+        least[rank, left] = roots.argmin(axis=1)
+        roots[np.arange(len(roots)), least[rank, left]] = np.inf
+    return least, np.sqrt(squares.take(least + np.arange(rows) * columns))

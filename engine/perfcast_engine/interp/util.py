@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from perfcast_engine.answer import F64
 from perfcast_engine.interp.grid import Coords, Grid, Query
-from perfcast_engine.interp.nearest import BOX, Samples
+from perfcast_engine.interp.nearest import Samples
 
 ANCHORS = 4
 TINY = 1e-12
+BOX = 0.25  # single queries in boxes whose corners are multiples of it share their candidates
 BOXES = 1 << 12  # of single queries that are kept
 Box = tuple[float, float, float]  # the first coordinate, and which box the logarithms of the others are in
 Leaf = tuple[float, float, float, float]  # squared distance on the first axis, logarithms of the others, utilisation
@@ -76,8 +77,9 @@ class Hold:
         found = self._boxes.get(box)
         if found is None:
             first, count = np.log2(max(lead, TINY)), min(ANCHORS + 1, len(self.util))
-            sides = [[first, first], *([number * BOX, (number + 1) * BOX] for number in box[1:])]
-            some = self.leaves.near(np.array(sides), count) if count else np.zeros(0, np.intp)
+            low, high = (np.array([[first], *([(number + end) * BOX] for number in box[1:])]) for end in (0, 1))
+            every = np.arange(len(self.util))[None]
+            some = self.leaves.candidates(every, low, high, count)[1] if count else every[0]
             off, a, b = self.leaves.at[:, some]
             columns = (off - first) ** 2, a, b, self.util[some]
             found = list(zip(*(column.tolist() for column in columns), strict=True))
