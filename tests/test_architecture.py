@@ -38,7 +38,7 @@ FLOORS = {
     "engine": (
         "errors", "data", "formula", "quant", "system", "answer", "profiles", "interp", "tables", "ops", "backends",
         "models.spec", "config", "models", "origin",
-        "token_table", "step_result", "phase", "quick", "step", "compiled", "memory", "predictor",
+        "step_result", "token_table", "phase", "quick", "step", "compiled", "memory", "predictor",
         "coverage",
     ),
     "planning": ("support", "serving", "search", "planner"),

@@ -29,9 +29,10 @@ class Tagged:
     source: np.ndarray
 
     def rows(self) -> F64:
-        out = np.zeros((len(self.ms), KINDS))
-        out[np.arange(len(self.ms)), self.source] = self.ms
-        return out
+        out = np.zeros((KINDS, len(self.ms)))
+        for source in np.flatnonzero(np.bincount(self.source)):
+            out[source] = np.where(self.source == source, self.ms, 0.0)
+        return out.T
 
     def total(self, weights: F64) -> F64:
         ms = np.where(weights != 0, self.ms, 0.0)
@@ -66,7 +67,7 @@ class Summed:
     n: int
 
     def rows(self) -> F64:
-        return sum((part.rows() for part in self.parts), np.zeros((self.n, KINDS)))
+        return sum((part.rows() for part in self.parts), np.zeros((KINDS, self.n)).T)
 
     def total(self, weights: F64) -> F64:
         return sum((part.total(weights) for part in self.parts), np.zeros(KINDS))

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from perfcast_surface.surface import Counts
 
-from perfcast_engine.answer import F64, Answer, Points, Source
+from perfcast_engine.answer import F64, Points, Source
 from perfcast_engine.ops.base import Op
 from perfcast_engine.origin import Listed, Summed
+from perfcast_engine.step_result import StepResult, combined
 from perfcast_engine.tables.database import Database
 
 BLOCK = 1024  # integers evaluated together; one block costs little more than one integer
@@ -19,40 +20,18 @@ LIMIT = 1 << 18  # larger counts are evaluated as asked and not kept
 BLOCKS_AT_ONCE = 32  # a query that touches more new blocks evaluates just its own counts; all of them take 20 ms
 
 
-class Counted(NamedTuple):
-    """Sums over operators at N counts. ms: (N,) NaN where any operator misses; tier: (N,) the worst Tier; energy: (N,)
-    W ms."""
-
-    ms: F64
-    origin: Summed
-    tier: np.ndarray
-    energy: F64
-
-    def plus(self, other: Counted) -> Counted:
-        tier = np.maximum(self.tier, other.tier)
-        return Counted(self.ms + other.ms, self.origin.plus(other.origin), tier, self.energy + other.energy)
-
-
 class Column(NamedTuple):
-    """Such sums as they are kept. by_source: (5, N) ms per Source."""
+    """Sums over operators at N counts. ms: (N,) NaN where any operator misses; by_source: (5, N) ms per Source; tier:
+    (N,) the worst Tier; energy: (N,) W ms."""
 
     ms: F64
     by_source: F64
     tier: np.ndarray
     energy: F64
 
-    def take(self, which: np.ndarray) -> Counted:
+    def take(self, which: np.ndarray) -> StepResult:
         origin = Summed((Listed(self.by_source, which),), len(which))
-        return Counted(self.ms.take(which), origin, self.tier.take(which), self.energy.take(which))
-
-
-def sum_by_source(answers: Sequence[Answer], n: int) -> F64:
-    """Latency (5, N) by Source; an operator's whole latency counts under its own tag."""
-    out = np.zeros((len(Source), n))
-    columns = np.arange(n)
-    for answer in answers:
-        out[answer.source, columns] += answer.ms
-    return out
+        return StepResult(self.ms.take(which), origin, self.tier.take(which), self.energy.take(which))
 
 
 class CountTable:
@@ -67,7 +46,7 @@ class CountTable:
         self.db = db
         self._known = np.zeros(0, np.int64), _empty(0)
 
-    def __call__(self, x: F64) -> Counted:
+    def __call__(self, x: F64) -> StepResult:
         """Sums at counts ``x`` (N,), non-negative integers as float64."""
         counts, kept = self._known
         asked, back = np.unique(x.astype(np.int64), return_inverse=True)
@@ -88,11 +67,9 @@ class CountTable:
     def evaluate(self, counts: np.ndarray) -> Column:
         """Sums at ``counts`` straight from the operators."""
         x, n = counts.astype(np.float64), len(counts)
-        answers = [op.evaluate(self.db, Points.of(x, 1, 0, x)) for op in self.ops]
-        ms, energy, tier = np.zeros(n), np.zeros(n), np.zeros(n, np.uint8)
-        for answer in answers:
-            ms, energy, tier = ms + answer.ms, energy + answer.energy, np.maximum(tier, answer.tier)
-        return Column(ms, sum_by_source(answers, n), tier, energy)
+        answers = [(op.name, op.evaluate(self.db, Points.of(x, 1, 0, x))) for op in self.ops]
+        whole = combined(answers, n, listed=False)
+        return Column(whole.ms, whole.by_source.T, whole.tier, whole.energy)
 
 
 class TokenTable(CountTable):
@@ -117,7 +94,7 @@ class TokenTable(CountTable):
             counts.ms, counts.view = ms, ms.data
         self.ms, self.view = kept.ms, kept.ms.data
 
-    def __call__(self, x: F64) -> Counted:
+    def __call__(self, x: F64) -> StepResult:
         """Sums at counts ``x`` (N,), non-negative integers as float64."""
         counts = x.astype(np.int64)
         if len(counts) == 1 and counts[0] < len(self._filled) and self._filled[counts[0]]:

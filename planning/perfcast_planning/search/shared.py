@@ -9,8 +9,9 @@ from perfcast_engine.answer import F64, Answer, Mask, Miss, Points
 from perfcast_engine.errors import EngineError
 from perfcast_engine.ops.base import Op, Reads
 from perfcast_engine.phase import Phase
+from perfcast_engine.step_result import StepResult
 from perfcast_engine.tables.database import Database
-from perfcast_engine.token_table import Counted, CountTable
+from perfcast_engine.token_table import CountTable
 
 BITS = 21  # of a coordinate in the key of a point
 Keys = np.ndarray
@@ -64,10 +65,10 @@ class Summed(CountTable):
         super().__init__(ops, db)
         self._parts = parts
 
-    def __call__(self, x: F64) -> Counted:
+    def __call__(self, x: F64) -> StepResult:
         first, *others = (part(x) for part in self._parts)
         for other in others:
-            first = first.plus(other)
+            first += other
         return first
 
 
