@@ -138,13 +138,16 @@ class Rpc:
                 answer = await work(request, context, meter)
                 meter.finish(began)
                 return answer
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, grpc.aio.InternalError):  # which is how a caller leaves that is answered
                 meter.finish(began, grpc.StatusCode.CANCELLED)
-                raise
+                raise asyncio.CancelledError from None
             except Exception as error:
                 told = self._told(error, meter)
                 meter.finish(began, told.code)
-                await context.abort(told.code, told.message, told.trailers())
+                try:
+                    await context.abort(told.code, told.message, told.trailers())
+                except grpc.aio.InternalError:
+                    raise asyncio.CancelledError from None
                 raise AssertionError("abort returned") from None
 
         return made(self._traced(service, method.name, handle))

@@ -8,15 +8,19 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
 from perfcast.v1 import prediction_pb2
 from perfcast_client import Client, EngineConfig, LocalSurface, Prefill, calibration, errors
 from perfcast_client.planner_types import RankPass
+from perfcast_server import prediction
+from perfcast_server.app import services
 from perfcast_systems import ROOT
 
 from tests.server.running import PATIENCE_S, Running, eventually, process, running
@@ -148,3 +152,37 @@ def test_a_caller_that_asks_and_does_not_listen_is_not_read_any_further() -> Non
             call.cancel()
         eventually(lambda: not served.server._rpc._streams)
         assert client.predict(handle, Prefill(1, 999)).latency_ms > 0
+
+
+class Left:
+    """The end of a call whose caller has left, of which gRPC tells only when something is sent."""
+
+    def __init__(self, asked: bytes) -> None:
+        self._asked = asked
+
+    async def read(self) -> bytes:
+        return self._asked
+
+    async def write(self, data: bytes) -> None:
+        raise grpc.aio.InternalError
+
+    async def abort(self, *told: object) -> None:
+        raise grpc.aio.InternalError
+
+
+def test_a_caller_that_leaves_as_it_is_answered_is_no_fault_of_the_server(
+    served: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, path = served.server, "/perfcast.v1.Prediction/StreamSteps"
+    offered = services(server.engines, server._searchers, server.settings, server.metrics, server._states)
+    handlers = server._rpc.handlers(prediction.SERVICE, offered[prediction.SERVICE])
+    handler = handlers.service(SimpleNamespace(method=path)).stream_stream
+    code = {"grpc_type": "bidi_stream", "grpc_service": "perfcast.v1.Prediction", "grpc_method": "StreamSteps"}
+    before = served.metric("grpc_server_handled_total", **code, grpc_code="Cancelled")
+    told = prediction_pb2.StreamStepsRequest().SerializeToString()
+    with pytest.raises(CancelledError):
+        served.do(handler(None, Left(told)))
+    with pytest.raises(CancelledError):
+        served.do(handler(None, Left(b"no message at all")))
+    assert served.metric("grpc_server_handled_total", **code, grpc_code="Cancelled") == before + 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
