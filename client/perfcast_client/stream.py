@@ -8,13 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import grpc
 from perfcast.v1 import prediction_pb2
 
 from perfcast_client import calls
-from perfcast_client.errors import DeadlineExceeded, PerfcastError, Unavailable
+from perfcast_client.errors import ClientMisuse, DeadlineExceeded, PerfcastError, Unavailable
 from perfcast_client.patience import Patience
 from perfcast_client.record import EngineLike
 from perfcast_client.steps import Step
@@ -65,7 +66,7 @@ class StepStream(_Asked):
     def __init__(self, opened: Opened, engine: EngineLike, deadline_s: float) -> None:
         super().__init__(engine, deadline_s)
         self._opened = opened
-        self._lock = threading.Lock()
+        self._lock, self._taken_by = threading.Lock(), 0
         self._outbox: queue.SimpleQueue[prediction_pb2.StreamStepsRequest | None] = queue.SimpleQueue()
         self._call: Any = None
         self._awaited = self._given_up = 0  # steps by their sequence, which begins with 1
@@ -86,14 +87,26 @@ class StepStream(_Asked):
 
     def predict_ms(self, step: Step) -> float:
         """The latency of ``step``."""
-        with self._lock:
+        with self._turn():
             return self._receive(self._send(step))
 
     def predict_all_ms(self, steps: Iterable[Step]) -> Iterator[float]:
         """Latencies in order; all steps are sent ahead of the first answer."""
-        with self._lock:
+        with self._turn():
             for sequence in [self._send(step) for step in steps]:
                 yield self._receive(sequence)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Threads take turns; one that asks in its own turn would wait for itself."""
+        if self._taken_by == threading.get_ident():
+            raise ClientMisuse("predict_all_ms is not at its end: take all of it, close it, or use another stream")
+        with self._lock:
+            self._taken_by = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._taken_by = 0
 
     def _send(self, step: Step) -> int:
         message = self._message(self._sequence + 1, step, self._call is None)  # raises on a step that cannot be sent
@@ -154,6 +167,7 @@ class AsyncStepStream(_Asked):
     def __init__(self, opened: Opened, engine: EngineLike, deadline_s: float) -> None:
         super().__init__(engine, deadline_s)
         self._opened = opened
+        self._lock = asyncio.Lock()
         self._call: Any = None
 
     async def __aenter__(self) -> Self:
@@ -168,7 +182,11 @@ class AsyncStepStream(_Asked):
             call.cancel()
 
     async def predict_ms(self, step: Step) -> float:
-        """The latency of ``step``. One at a time: await each before the next."""
+        """The latency of ``step``. Tasks that ask at once take turns."""
+        async with self._lock:
+            return await self._predict_ms(step)
+
+    async def _predict_ms(self, step: Step) -> float:
         self._unanswered.clear()
         self._message(self._sequence + 1, step, False)  # raises on a step that cannot be sent
         sequence = self._ask(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -16,7 +17,7 @@ from perfcast.v1 import catalog_pb2
 from perfcast_client import AsyncClient, Client, DecodeStep, EngineConfig, Mixed, Prefill, bearer, calls, errors
 
 from tests.client.stand_in import standing_in
-from tests.server.running import Running
+from tests.server.running import PATIENCE_S, Running
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 
@@ -180,3 +181,20 @@ def test_a_miss_is_per_point_where_misses_are_allowed(client: Client) -> None:
         assert error.reason
     else:
         assert np.isnan(told.latency_ms).sum() == len(told.misses)
+
+
+def test_a_stream_says_so_where_its_caller_would_wait_for_itself(client: Client) -> None:
+    with client.stream(CONFIG) as stream:
+        ms = stream.predict_ms(Prefill(1, 128))
+        ahead = stream.predict_all_ms([Prefill(1, 128)] * 3)
+        assert next(ahead) == ms
+        with pytest.raises(errors.ClientMisuse):
+            stream.predict_ms(Prefill(1, 256))
+        assert list(ahead) == [ms] * 2
+        assert stream.predict_ms(Prefill(1, 128)) == ms
+
+
+async def test_tasks_that_share_an_asyncio_stream_take_turns(served: Running) -> None:
+    async with AsyncClient(served.address, deadline_s=PATIENCE_S) as client, client.stream(CONFIG) as stream:
+        alone = [await stream.predict_ms(Prefill(1, 128 * n)) for n in range(1, 9)]
+        assert await asyncio.gather(*(stream.predict_ms(Prefill(1, 128 * n)) for n in range(1, 9))) == alone
