@@ -9,7 +9,7 @@ from typing import Any
 import click
 from perfcast_client import exports
 from perfcast_client.config import EngineConfig
-from perfcast_client.errors import refused
+from perfcast_client.errors import PerfcastError, refused
 
 from perfcast_cli.local import connected
 from perfcast_cli.options import engine_fields, engine_options
@@ -45,7 +45,12 @@ def export(
     Values are direct predictions; the worst error of what a reader interpolates between them is stated.
     """
     config = EngineConfig(**engine_fields(engine))
-    told = KINDS[kind](connected(server, data), config, out, **_settings(kind, settings))
+    try:
+        told = KINDS[kind](connected(server, data), config, out, **_settings(kind, settings))
+    except PerfcastError:
+        raise
+    except ValueError as error:  # a setting that the kind cannot have, or a table that must not be written
+        raise click.ClickException(str(error)) from None
     if json_:
         return as_json(told.to_dict())
     for file in told.files:

@@ -197,5 +197,5 @@ def test_exports_are_written_and_say_how_far_they_are_off(served: Running, tmp_p
     assert json.loads(run("export", "wva", *ENGINE, "--out", str(tmp_path / "w.yaml"), "--json"))["files"]
     text = run("export", "profiler", *ENGINE, "--out", str(tmp_path / "p"), "--set", "isl=2000")
     assert "raw_data.npz" in text
-    for setting, words in (("nope=1", "known are"), ("resolution=x", "number")):
+    for setting, words in (("nope=1", "known are"), ("resolution=x", "number"), ("resolution=1", "must lie in")):
         assert words in run("export", "mocker", *ENGINE, "--out", str(file), "--set", setting, code=1)

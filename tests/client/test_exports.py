@@ -91,6 +91,28 @@ def test_the_mockers_file_holds_direct_predictions(way: Way, tmp_path: Path, eng
     assert str(table["meta_engine_handle"]) == told.engine.handle
 
 
+@pytest.mark.parametrize("engine", [DENSE, MOE], ids=["dense", "moe"])
+def test_no_reader_is_further_off_than_is_stated(client: Client, tmp_path: Path, engine: EngineConfig) -> None:
+    told = exports.export_mocker(client, engine, tmp_path / "m.npz", resolution=40, max_pass_tokens=4096, max_batch=300)
+    table = np.load(told.files[0])
+    every = np.arange(1, 4097)
+    direct = client.predict_many(engine, Prefill(1, every)).latency_ms
+    read = np.interp(every, table["prefill_isl"], table["prefill_ttft_ms"])
+    assert np.max(abs(read / direct - 1)) == pytest.approx(told.worst_relative_error["prefill"])
+    kv, contexts = table["decode_active_kv_tokens"], table["decode_context_length"]
+    batch, context = (axis.ravel() for axis in np.meshgrid(np.arange(1.0, 301), np.arange(2.0, 16385, 91)))
+    batch, context = (axis[batch * context <= kv[-1]] for axis in (batch, context))
+    direct = client.predict_many(engine, DecodeStep(batch, context - 1, 1)).latency_ms
+    read = grids.bilinear(kv, contexts, table["decode_itl"], batch * context, context)
+    assert np.max(abs(read / direct - 1)) < 1.1 * told.worst_relative_error["decode"]
+    told = exports.export_profile(client, engine, tmp_path, formats=("json",), prefill_granularity=7)
+    points = json.loads((tmp_path / "prefill_raw_data.json").read_text())
+    every = np.arange(points["prefill_isl"][0], points["prefill_isl"][-1] + 1)
+    direct = client.predict_many(engine, Prefill(1, every)).latency_ms
+    read = np.interp(every, points["prefill_isl"], points["prefill_ttft"])
+    assert np.max(abs(read / direct - 1)) == pytest.approx(told.worst_relative_error["prefill"])
+
+
 def test_splitwise_reads_a_row_for_every_prompt_size_and_batch(client: Client, tmp_path: Path) -> None:
     told = exports.export_splitwise(client, DENSE, tmp_path / "s.csv", resolution=5)
     found = rows(told.files[0])
@@ -138,6 +160,18 @@ def test_autoscaler_coefficients_are_those_of_the_law(client: Client, tmp_path: 
     assert told.worst_relative_error["itl"] == law.itl_fit.worst_relative_error
 
 
+def test_an_autoscaler_is_told_of_the_batch_of_all_ranks(client: Client, tmp_path: Path) -> None:
+    told = exports.export_wva(client, MOE, tmp_path / "w.yaml", max_batch_per_rank=64)
+    law = client.ask(planner.fit_latency_law(MOE, max_batch_per_rank=64))
+    (variant,) = yaml.safe_load(Path(told.files[0]).read_text())["accelerators"]
+    decode, prefill = variant["perfParms"]["decodeParms"], variant["perfParms"]["prefillParms"]
+    assert (variant["accCount"], variant["maxBatchSize"]) == (8, 512)
+    assert float(decode["alpha"]) + 512 * float(decode["beta"]) == pytest.approx(
+        law.alpha_ms + 64 * law.beta_ms_per_request, rel=1e-5
+    )
+    assert 8 * float(prefill["delta"]) == pytest.approx(law.delta_ms_per_token, rel=1e-5)
+
+
 def test_the_real_time_simulator_gets_durations(client: Client, tmp_path: Path) -> None:
     told = exports.export_llmd_sim(client, DENSE, tmp_path / "l.yaml", std_dev_share=0.1)
     found = yaml.safe_load(Path(told.files[0]).read_text())
@@ -150,6 +184,33 @@ def test_the_real_time_simulator_gets_durations(client: Client, tmp_path: Path) 
     assert "time-to-first-token" in yaml.safe_load(Path(constant.files[0]).read_text())
     with pytest.raises(ValueError, match="std_dev_share"):
         exports.export_llmd_sim(client, DENSE, tmp_path / "x.yaml", std_dev_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("export", "setting", "value"),
+    [
+        (exports.export_mocker, "max_context_tokens", 2),
+        (exports.export_mocker, "max_kv_tokens", -1),
+        (exports.export_llmd_sim, "max_num_seqs", 0),
+        (exports.export_llmd_sim, "kv_transfer_ms", float("nan")),
+        (exports.export_blis, "max_batch", 0),
+        (exports.export_blis, "resolution", 1),
+        (exports.export_vidur, "max_context_tokens", 2),
+        (exports.export_splitwise, "max_prompt_tokens", 3),
+    ],
+)
+def test_a_setting_that_makes_no_table_is_refused_by_name(
+    client: Client, tmp_path: Path, export, setting, value
+) -> None:
+    with pytest.raises(ValueError, match=f"{setting} must be at least"):
+        export(client, DENSE, tmp_path / "f", **{setting: value})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_points_of_an_axis_are_its_ends(client: Client, tmp_path: Path) -> None:
+    table = np.load(exports.export_mocker(client, DENSE, tmp_path / "m.npz", resolution=2, max_kv_tokens=5000).files[0])
+    assert table["decode_active_kv_tokens"].tolist() == [0, 5000]
+    assert table["decode_context_length"].tolist() == [2, 16384]
 
 
 def test_nothing_is_written_of_values_that_are_not_sound(client: Client, tmp_path: Path) -> None:

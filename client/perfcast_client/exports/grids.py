@@ -8,13 +8,15 @@ import numpy as np
 
 from perfcast_client.results import F64
 
-BETWEEN = (0.25, 0.5, 0.75)
+EVERY = 1 << 16  # whole numbers of one axis at which a table is held against predictions
+EVERY_OF_TWO = 512  # the same of each of two axes
 
 
 def counts(low: int, high: int, resolution: int) -> F64:
-    """Up to ``resolution`` whole numbers from ``low`` to ``high``, dense at the small end, strictly increasing."""
-    if low >= high:
-        return np.array([float(low)])
+    """Up to ``resolution`` whole numbers from ``low`` to ``high``, dense at the small end, strictly increasing; a
+    single one is ``high``."""
+    if low >= high or resolution < 2:
+        return np.array([float(high)])
     wanted = min(resolution, high - low + 1)
     axis = np.unique(np.geomspace(max(low, 1), high, wanted).round())
     spread = np.unique(np.linspace(low, high, wanted).round())
@@ -28,10 +30,21 @@ def counts(low: int, high: int, resolution: int) -> F64:
     return axis.astype(np.float64)
 
 
-def midpoints(axis: F64) -> F64:
-    """Whole numbers between the points of an axis, where a reader of the table interpolates."""
-    inner = [np.round(axis[:-1] + share * np.diff(axis)) for share in BETWEEN]
-    return np.setdiff1d(np.concatenate(inner), axis) if len(axis) > 1 else np.zeros(0)
+def wholes(low: float, high: float, most: int = EVERY) -> F64:
+    """Every whole number from ``low`` to ``high``, or about ``most`` of them: more at the small end, and those
+    around powers of two, where engines change what they run."""
+    low, high = int(low), int(high)
+    if high - low < most:
+        return np.arange(low, high + 1, dtype=np.float64)
+    powers = 2.0 ** np.arange(high.bit_length())
+    around = np.concatenate([powers - 1, powers, powers + 1])
+    return np.union1d(counts(low, high, most), around[(around >= low) & (around <= high)])
+
+
+def across(rows: F64, columns: F64) -> tuple[F64, F64]:
+    """All pairs of whole numbers over the ranges of two axes, columns (N,); of long ranges about EVERY_OF_TWO."""
+    row, column = np.meshgrid(*(wholes(axis[0], axis[-1], EVERY_OF_TWO) for axis in (rows, columns)))
+    return row.ravel(), column.ravel()
 
 
 def linear(axis: F64, values: F64, at: F64) -> F64:
@@ -68,3 +81,10 @@ def require_sound(axes: Sequence[F64], values: Sequence[F64]) -> None:
     for column in values:
         if not (len(column) and np.isfinite(column).all() and (column > 0).all()):
             raise ValueError("refused to write a table: it holds values that are missing, not finite or not positive")
+
+
+def require_least(**settings: tuple[float, float]) -> None:
+    """ValueError that names a setting, given as (value, least value), which is less than it can be."""
+    for name, (value, least) in settings.items():
+        if not least <= value < np.inf:
+            raise ValueError(f"{name} must be at least {least}, not {value}")

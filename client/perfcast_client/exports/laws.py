@@ -19,18 +19,19 @@ from perfcast_client.turns import Steps
 
 
 def export_wva(client: C, engine: EngineLike, path: str | Path, **box: int) -> Any:
-    """alpha, beta, gamma and delta (ms) of a variant, as YAML; awaitable with an ``AsyncClient``. ``box``: fields of
-    the contract's LawBox."""
+    """alpha, beta, gamma and delta (ms) of a variant, over the batch of all its attention-DP ranks, as YAML; awaitable
+    with an ``AsyncClient``. ``box``: fields of the contract's LawBox, which are per rank."""
 
     def asked(_: Any) -> Steps[Export]:
         resolved: Engine = yield calls.resolve(engine)
         law: LatencyLaw = yield planner.fit_latency_law(resolved, **box)
-        values = [law.alpha_ms, law.beta_ms_per_request, law.gamma_ms, law.delta_ms_per_token]
+        ranks = resolved.config.attn_dp  # among which an engine's batch is spread
+        values = [law.alpha_ms, law.beta_ms_per_request / ranks, law.gamma_ms, law.delta_ms_per_token / ranks]
         if not np.isfinite(values).all():
             raise ValueError("refused to write coefficients that are not finite")
         alpha, beta, gamma, delta = (f"{value:.6g}" for value in values)
         text = f"""\
-# ms; ITL = alpha + beta * batch, TTFT = gamma + delta * input tokens * batch
+# ms; ITL = alpha + beta * batch, TTFT = gamma + delta * input tokens * batch, of the whole engine's batch
 # ITL:  R2 {law.itl_fit.r_squared:.4f}, worst error {law.itl_fit.worst_relative_error:.1%} of {law.itl_fit.samples}
 # TTFT: R2 {law.ttft_fit.r_squared:.4f}, worst error {law.ttft_fit.worst_relative_error:.1%} of {law.ttft_fit.samples}
 # box: {", ".join(f"{name} {value}" for name, value in law.box.items())}
@@ -45,7 +46,7 @@ accelerators:
     prefillParms:
       gamma: "{gamma}"
       delta: "{delta}"
-  maxBatchSize: {law.box["max_batch_per_rank"]}
+  maxBatchSize: {law.box["max_batch_per_rank"] * ranks}
 """
         off = {"itl": law.itl_fit.worst_relative_error, "ttft": law.ttft_fit.worst_relative_error}
         # the share of measured latency is that of a decode step in the middle of the box
@@ -78,11 +79,16 @@ def export_llmd_sim(
     """
     if not 0 <= std_dev_share <= 0.3:
         raise ValueError(f"std_dev_share must lie in [0, 0.3], not {std_dev_share}")
+    grids.require_least(
+        max_context_tokens=(max_context_tokens, 1), context_tokens=(context_tokens, 2),
+        max_num_seqs=(max_num_seqs, 1), kv_transfer_ms=(kv_transfer_ms, 0),
+        constant_prompt_tokens=(constant_prompt_tokens, 0),
+    )  # fmt: skip
 
     def asked(_: Any) -> Steps[Export]:
         batch = grids.counts(1, max_num_seqs, 64)
         told: Predictions = yield calls.predict_many(
-            engine, DecodeStep(batch, max(context_tokens - 1, 1), 1), False, False, False
+            engine, DecodeStep(batch, context_tokens - 1, 1), False, False, False
         )
         itl = told.latency_ms
         grids.require_sound([batch], [itl])

@@ -19,7 +19,6 @@ from perfcast_client.steps import DecodeStep, Prefill
 from perfcast_client.turns import Steps
 
 FORMATS = ("npz", "json")
-CHECKS = 2000  # places at which a decode table is held against direct predictions
 
 
 def export_profile(
@@ -37,7 +36,7 @@ def export_profile(
         prefill, decode = profiler_columns(swept)
         grids.require_sound([prefill["prefill_isl"]], list(prefill.values()))
         grids.require_sound([], list(decode.values()))
-        at = grids.midpoints(prefill["prefill_isl"])
+        at = grids.wholes(prefill["prefill_isl"][0], prefill["prefill_isl"][-1])
         told: Predictions = yield calls.predict_many(engine, Prefill(1, at), False, False, False)
         off = grids.worst(grids.linear(prefill["prefill_isl"], prefill["prefill_ttft"], at), told.latency_ms)
         about = files.meta(swept.engine, told.provenance, {"prefill": off})
@@ -115,12 +114,11 @@ class Grid(NamedTuple):
     context: F64
     max_batch: int
 
-    def steps(self, kv: F64, context: F64) -> tuple[DecodeStep, F64]:
-        """The two whole batches around kv / context, first all lower ones, and the weight of the upper ones."""
+    def batches(self, kv: F64, context: F64) -> tuple[F64, F64, F64]:
+        """The two whole batches around kv / context, and the weight of the upper one."""
         batch = np.clip(kv / context, 1.0, float(self.max_batch))
         low = np.floor(batch)
-        both = np.concatenate([low, np.minimum(low + 1, self.max_batch)])
-        return DecodeStep(both, np.concatenate([context, context]) - 1, 1), batch - low
+        return low, np.minimum(low + 1, self.max_batch), batch - low
 
 
 def export_mocker(
@@ -141,6 +139,12 @@ def export_mocker(
     """
     if not 2 <= resolution <= 1000:
         raise ValueError(f"resolution must lie in [2, 1000], not {resolution}")
+    grids.require_least(
+        max_pass_tokens=(max_pass_tokens, 2),
+        max_context_tokens=(max_context_tokens, 3),
+        max_batch=(max_batch, 1),
+        max_kv_tokens=(max_kv_tokens, 0),
+    )
 
     def asked(_: Any) -> Steps[Export]:
         limit = max_kv_tokens
@@ -149,7 +153,7 @@ def export_mocker(
             swept: Bootstrap = yield sizes
             limit = swept.max_kv_tokens_total // swept.attention_dp
         isl = grids.counts(1, max_pass_tokens, resolution)
-        checked = grids.midpoints(isl)
+        checked = grids.wholes(isl[0], isl[-1])
         told: Predictions = yield calls.predict_many(
             engine, Prefill(1, np.concatenate([isl, checked])), False, False, False
         )
@@ -187,24 +191,22 @@ def export_mocker(
 
 
 def _decode_ms(engine: EngineLike, grid: Grid, kv: F64, context: F64) -> Steps[F64]:
-    steps, weight = grid.steps(kv, context)
-    told: Predictions = yield calls.predict_many(engine, steps, False, False, False)
-    low, high = np.split(told.latency_ms, 2)
-    return low * (1 - weight) + high * weight
+    *both, weight = grid.batches(kv, context)
+    told: list[Predictions] = []
+    for batch in both:
+        told.append((yield calls.predict_many(engine, DecodeStep(batch, context - 1, 1), False, False, False)))
+    return told[0].latency_ms * (1 - weight) + told[1].latency_ms * weight
 
 
 def _decode_error(engine: EngineLike, grid: Grid, itl: F64) -> Steps[float]:
-    """The worst bilinear error inside of cells all of whose corners are real batches."""
-    rng = np.random.default_rng(0)
-    kv = rng.uniform(0, 1, CHECKS) * np.diff(grid.kv)[(i := rng.integers(len(grid.kv) - 1, size=CHECKS))] + grid.kv[i]
-    j = rng.integers(len(grid.context) - 1, size=CHECKS)
-    context = np.round(rng.uniform(0, 1, CHECKS) * np.diff(grid.context)[j] + grid.context[j])
-    real = (grid.kv[i] >= grid.context[j + 1]) & (grid.kv[i + 1] <= grid.max_batch * grid.context[j])
-    if not real.any():
+    """The worst bilinear error for whole batches whose KV tokens the table holds."""
+    batch, context = grids.across(np.array([1.0, grid.max_batch]), grid.context)
+    held = batch * context <= grid.kv[-1]
+    if not held.any():
         return 0.0
-    kv, context = np.round(kv[real]), context[real]
-    direct = yield from _decode_ms(engine, grid, kv, context)
-    return grids.worst(grids.bilinear(grid.kv, grid.context, itl, kv, context), direct)
+    batch, context = batch[held], context[held]
+    told: Predictions = yield calls.predict_many(engine, DecodeStep(batch, context - 1, 1), False, False, False)
+    return grids.worst(grids.bilinear(grid.kv, grid.context, itl, batch * context, context), told.latency_ms)
 
 
 def _range(axis: F64) -> list[float]:

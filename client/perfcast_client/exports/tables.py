@@ -35,6 +35,11 @@ def export_splitwise(
 ) -> Any:
     """Splitwise-sim's performance model: ms of a prompt pass and of a token, over prompt size and batch."""
 
+    grids.require_least(
+        max_prompt_tokens=(max_prompt_tokens, 17), max_batch=(max_batch, 1), token_size=(token_size, 1),
+        resolution=(resolution, 2),
+    )  # fmt: skip
+
     def asked(target: Path) -> Steps[Export]:
         resolved: Engine = yield calls.resolve(engine)
         prompts, batches = grids.counts(16, max_prompt_tokens, resolution), grids.counts(1, max_batch, resolution)
@@ -43,7 +48,7 @@ def export_splitwise(
         decoded: Predictions = yield calls.predict_many(
             resolved, DecodeStep(batch, size, token_size), False, False, False
         )
-        at_size, at_batch = _between(prompts, batches)
+        at_size, at_batch = grids.across(prompts, batches)
         times = {"prompt_time": told.latency_ms, "token_time": decoded.latency_ms}
         checks: dict[str, Step] = {
             "prompt_time": Prefill(at_batch, at_size),
@@ -82,12 +87,17 @@ def export_blis(
     """BLIS step times: whole µs of an iteration, over its prefill tokens and its decoding requests at one context.
     Never below 1, not even for an empty batch."""
 
+    grids.require_least(
+        max_prefill_tokens=(max_prefill_tokens, 1), max_batch=(max_batch, 1), context_tokens=(context_tokens, 2),
+        resolution=(resolution, 2),
+    )  # fmt: skip
+
     def asked(target: Path) -> Steps[Export]:
         tokens = np.concatenate([[0.0], grids.counts(1, max_prefill_tokens, resolution - 1)])
         decodes = np.concatenate([[0.0], grids.counts(1, max_batch, resolution - 1)])
         prefill, batch = (axis.ravel() for axis in np.meshgrid(tokens, decodes, indexing="ij"))
         told, ms = yield from _iterations(engine, prefill, batch, context_tokens)
-        at_tokens, at_batch = _between(tokens[1:], decodes[1:])
+        at_tokens, at_batch = (axis[1:] for axis in grids.across(tokens, decodes))  # but for the empty one
         _, direct = yield from _iterations(engine, at_tokens, at_batch, context_tokens)
         cells = ms.reshape(len(tokens), len(decodes))
         off = {"step_time": grids.worst(grids.bilinear(tokens, decodes, cells, at_tokens, at_batch), direct)}
@@ -132,6 +142,11 @@ def export_vidur(
 ) -> Any:
     """Operator times as Vidur profiles them: one row a batch, one column an operator, in ms."""
 
+    grids.require_least(
+        max_prefill_tokens=(max_prefill_tokens, 2), max_batch=(max_batch, 1),
+        max_context_tokens=(max_context_tokens, 3), resolution=(resolution, 2),
+    )  # fmt: skip
+
     def asked(target: Path) -> Steps[Export]:
         tokens = grids.counts(1, max_prefill_tokens, resolution)
         batches, contexts = grids.counts(1, max_batch, resolution), grids.counts(2, max_context_tokens, resolution)
@@ -139,9 +154,9 @@ def export_vidur(
         prefill: Predictions = yield calls.predict_many(engine, Prefill(1, tokens), True, False, False)
         decode: Predictions = yield calls.predict_many(engine, DecodeStep(batch, context - 1, 1), True, False, False)
         grids.require_sound([tokens, batches, contexts], [prefill.latency_ms, decode.latency_ms])
-        at = grids.midpoints(tokens)
+        at = grids.wholes(tokens[0], tokens[-1])
         checked: Predictions = yield calls.predict_many(engine, Prefill(1, at), False, False, False)
-        at_batch, at_context = _between(batches, contexts)
+        at_batch, at_context = grids.across(batches, contexts)
         direct: Predictions = yield calls.predict_many(
             engine, DecodeStep(at_batch, at_context - 1, 1), False, False, False
         )
@@ -170,13 +185,6 @@ def _operator_rows(told: Predictions, names: list[str], is_prefill: int, *counts
     whole = np.stack(counts, axis=1).astype(np.int64).tolist()
     times = np.stack([*columns, told.latency_ms], axis=1).round(6).tolist()
     return [(is_prefill, *count, *time) for count, time in zip(whole, times, strict=True)]
-
-
-def _between(rows: F64, columns: F64) -> tuple[F64, F64]:
-    """Points between those of two axes; on them where an axis leaves no room."""
-    inner = [between if len(between := grids.midpoints(axis)) else axis for axis in (rows, columns)]
-    row, column = (axis.ravel() for axis in np.meshgrid(*inner, indexing="ij"))
-    return row, column
 
 
 def _range(axis: F64) -> list[float]:
