@@ -74,7 +74,7 @@ class Points:
         """The fields in their order."""
         return self.batch, self.s, self.prefix, self.x, self.imbalance
 
-    def take(self, which: Mask | NDArray[np.intp]) -> Points:
+    def take(self, which: Mask | NDArray[np.intp] | slice) -> Points:
         return Points(*(column[which] for column in self.columns))
 
     def with_(self, **fields: F64) -> Points:

@@ -180,10 +180,6 @@ class StepModel:
         if samples.sum() > MAX_SAMPLES:
             raise InvalidField("osl", f"needs more than {MAX_SAMPLES} samples; ask fewer points or a larger stride")
 
-        def one(tokens: Ints, isl: Ints, x: Ints, imbalance: F64) -> StepResult:
-            at = Points.of(tokens, isl, 0, x, imbalance)
-            return self.generation_phase.price(at, at.x, operators)
-
         def price(batch: Ints, isl: Ints, osl: Ints, beam: Ints, imbalance: F64) -> StepResult:
             steps = np.maximum(osl - 1, 0)
             samples = -(-steps // stride)
@@ -191,8 +187,13 @@ class StepModel:
             offset = (np.arange(len(point)) - np.repeat(np.cumsum(samples) - samples, samples)) * stride
             held = np.minimum(stride, steps[point] - offset).astype(np.float64)
             tokens = batch[point] * (self.nextn + 1)
-            columns = tokens, isl[point] + offset + 1, tokens * beam[point], imbalance[point]
-            return gathered(_in_bands(one, columns, operators).scaled(held), point, len(batch))
+            at = Points.of(tokens, isl[point] + offset + 1, 0, tokens * beam[point], imbalance[point])
+            told = StepResult.zero(len(batch), operators)
+            for band in (slice(start, start + BAND) for start in range(0, len(at), BAND)):
+                before_each.get()()
+                part = self.generation_phase.price(at.take(band), at.x[band], operators).scaled(held[band])
+                told += gathered(part, point[band], len(batch))
+            return told
 
         return self._answered(partial(StepSurface.decode_many, stride=stride), counts, (imbalance,), price, operators)
 

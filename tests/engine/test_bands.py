@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextvars import copy_context
 
 import pytest
+from perfcast_engine.step_result import StepResult
 from perfcast_surface.bands import BAND, before_each
 
 from tests.engine.test_quick import steps
@@ -32,16 +33,17 @@ def test_a_trajectory_is_the_sum_of_its_parts_and_can_be_left_between_them(
         if bands > most:
             raise Enough
 
-    def whole() -> tuple[float, float]:
+    def whole(operators: bool) -> StepResult:
         before_each.set(count)
-        told = model.decode(7, isl, 3 * tokens + 1, 1, STRIDE, imbalance)
-        return told.ms.item(), told.by_source.sum()
+        return model.decode(7, isl, 3 * tokens + 1, 1, STRIDE, imbalance, operators=operators)
 
-    most = 100
-    ms, shares = copy_context().run(whole)
-    assert ms == pytest.approx(sum(part.ms.item() for part in parts), rel=1e-12)
-    assert shares == pytest.approx(ms, rel=1e-12)
-    assert bands >= 3
-    bands, most = 0, 2
-    with pytest.raises(Enough):
-        copy_context().run(whole)
+    for operators in (False, True):
+        bands, most = 0, 100
+        told = copy_context().run(whole, operators)
+        ms = pytest.approx(sum(part.ms.item() for part in parts), rel=1e-12)
+        assert (told.ms.item(), told.by_source.sum()) == (ms, ms)
+        assert bands >= 3
+        bands, most = 0, 2
+        with pytest.raises(Enough):
+            copy_context().run(whole, operators)
+    assert sum(answer.ms.item() for answer in (told.operators or {}).values()) == ms
