@@ -246,7 +246,8 @@ def _capacity_request(request: planner_pb2.CapacityRequest) -> CapacityRequest:
     for name, values in (("objective", OBJECTIVES), ("on_infeasible", INFEASIBLE)):
         if not 0 <= getattr(request, name) < len(values):
             raise invalid(name, f"has the unknown value {getattr(request, name)}")
-    with loads.named("", {"isl": "isl_tokens", "osl": "osl_tokens", **fields}):
+    names = {"isl": "isl_tokens", "osl": "osl_tokens", "accept_length": "accept_length_tokens", **fields}
+    with loads.named("", names):
         return CapacityRequest(
             isl=request.isl_tokens,
             osl=request.osl_tokens,

@@ -216,6 +216,7 @@ def test_idle_engines_drain_at_once_and_an_unready_model_says_so():
         lambda: CapacityRequest(isl=-1, osl=1),
         lambda: CapacityRequest(isl=1.5, osl=1),
         lambda: CapacityRequest(isl=1, osl=1, ttft_s=math.nan),
+        lambda: CapacityRequest(isl=1, osl=1, accept_length=2.0**32),
         lambda: Iterations.of([[RankRecord()], [RankRecord(decode_requests=-1)]]),
         lambda: Iterations.of([[RankRecord(1, 2**32)]]),
         lambda: Iterations.of([[RankRecord(0, 0, 5)]]),

@@ -188,6 +188,7 @@ def test_a_latency_law_states_its_box(client: Client) -> None:
         (planner.estimate_passes(None, [[RankPass(1, 5)]]), "engine"),
         (planner.capacity(A, isl=-1, osl=5), "isl_tokens"),
         (planner.capacity(A, isl=1, osl=5, ttft_s=float("nan")), "ttft_target_s"),
+        (planner.capacity(A, isl=1, osl=5, role="decode", accept_length=1e308), "accept_length_tokens"),
         (planner.capacity(A, isl=1, osl=5, limits=Limits(max_num_seqs=2**33)), "limits.max_num_seqs_total"),
         (planner.decode_itl(A, [RankLoad()], usual_prefill=(float("inf"), 1)), "usual_prefill"),
         (planner.bootstrap(A, max_context_tokens=600), "max_context_tokens"),

@@ -59,6 +59,8 @@ class CapacityRequest:
         for name, target in self.targets().items():
             if not (math.isfinite(target) and target >= 0):
                 raise InvalidField(name, f"must be finite and >= 0, not {target!r}", why="range")
+        if self.accepted > MAX_COUNT:
+            raise InvalidField("accept_length", f"must be less than 2^32, not {self.accepted!r}", why="range")
 
     def targets(self) -> dict[str, float]:
         pairs = {"ttft_s": self.ttft_s, "itl_s": self.itl_s, "e2e_s": self.e2e_s}
