@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from weakref import WeakSet
 
@@ -29,7 +30,7 @@ SERVICE = "perfcast.v1.Planner"
 OBJECTIVES = (Objective.THROUGHPUT, Objective.THROUGHPUT, Objective.LATENCY)
 INFEASIBLE = (OnInfeasible.CLOSEST, OnInfeasible.CLOSEST, OnInfeasible.MAX_RPS, OnInfeasible.NONE)
 USUAL = ("usual_prefill_tokens_per_rank", "usual_prefill_requests_per_rank")
-POINTS_PER_MESSAGE = 256
+RANKS_PER_MESSAGE = 256  # of a bootstrap: others have their turn between messages
 LAW_FIELDS = {
     "min_batch": "min_batch_per_rank",
     "max_batch": "max_batch_per_rank",
@@ -165,10 +166,9 @@ class Planner:
                 decode_points=len(swept.itl_ms),
             )
         )
-        points = list(_points(swept, sweep.attention_dp))
-        for start in range(0, len(points), POINTS_PER_MESSAGE):
-            part = planner_pb2.BootstrapPoints(points=points[start : start + POINTS_PER_MESSAGE])
-            yield planner_pb2.BootstrapResponse(points=part)
+        points = _points(swept, sweep.attention_dp)
+        while part := list(islice(points, max(1, RANKS_PER_MESSAGE // sweep.attention_dp))):
+            yield planner_pb2.BootstrapResponse(points=planner_pb2.BootstrapPoints(points=part))
 
     async def fit_latency_law(self, request: planner_pb2.FitLatencyLawRequest) -> Message:
         ready = await self._engines.of(request)

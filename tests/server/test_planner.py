@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,7 +16,9 @@ from perfcast_engine import Predictor
 from perfcast_planning.planner import capacity as own_capacity
 from perfcast_planning.planner.engine_work import EngineLimits, EngineRole
 from perfcast_planning.planner.pass_model import PassModel
+from perfcast_server import planner as service
 from perfcast_server import wire
+from perfcast_server.states import States
 
 from tests.planning.test_planner_examples import EXAMPLES
 from tests.server.running import Running
@@ -170,6 +173,26 @@ def test_many_bootstrap_points_come_in_several_messages(client: Client) -> None:
     assert points == messages[0].header.prefill_points + messages[0].header.decode_points
 
 
+def test_a_long_bootstrap_is_laid_out_message_by_message(served: Running, client: Client, monkeypatch) -> None:
+    laid_out, sizes, before = [], [], []
+    own_point = service._point
+
+    def counted(kind, ranks, work):
+        laid_out.append(ranks)
+        return own_point(kind, ranks, work)
+
+    async def collect() -> None:
+        settings = served.server.settings
+        async for message in service.Planner(served.server.engines, States("", 0), settings).bootstrap(call.request):
+            before.append(sum(laid_out))
+            sizes.append(sum(len(point.ranks) for point in message.points.points))
+
+    call = planner.bootstrap(client.resolve(B), max_kv_tokens_per_rank=100_000, decode_granularity=30)
+    monkeypatch.setattr(service, "_point", counted)
+    served.do(collect())
+    assert before == list(itertools.accumulate(sizes)) and len(sizes) > 10 and max(sizes) <= 256
+
+
 def test_a_latency_law_states_its_box(client: Client) -> None:
     law = client.ask(planner.fit_latency_law(A, max_batch_per_rank=64))
     assert law.box["max_batch_per_rank"] == 64 and law.box["isl_tokens"] == 3000
@@ -193,6 +216,10 @@ def test_a_latency_law_states_its_box(client: Client) -> None:
         (planner.decode_itl(A, [RankLoad()], usual_prefill=(float("inf"), 1)), "usual_prefill"),
         (planner.bootstrap(A, max_context_tokens=600), "max_context_tokens"),
         (planner.bootstrap(A, prefill_granularity=-1), "prefill_granularity"),
+        (
+            planner.bootstrap(A, decode_granularity=1000, max_kv_tokens_per_rank=2**32, max_context_tokens=10**6),
+            "decode_granularity: makes 1001000 points",
+        ),
         (planner.bootstrap(A, prefill_granularity=2**40), "prefill_granularity"),
     ],
 )

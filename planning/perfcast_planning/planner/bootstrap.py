@@ -17,6 +17,7 @@ PREFILL_MARGIN = 512
 SHORTEST = 100
 LEAST_PREFILLS = 3
 MAX_GRANULARITY = 1000
+MAX_DECODES = 50_000  # points of decode in one sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ def sweep_engine(steps: StepModel, memory: MemoryModel, sweep: Sweep) -> Swept:
         isl, ttft = isl[known], prefill.ms[known]
     length, requests = sweep.decode_points(limit)
     batch = np.maximum(requests // sweep.attention_dp, 1)
+    if len(length) > MAX_DECODES:
+        raise InvalidField("decode_granularity", f"makes {len(length)} points, more than {MAX_DECODES}", why="range")
     if len(length):
         decode = steps.decode(batch, length, DECODE_OSL)
         known = np.isfinite(decode.ms)
