@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,43 @@ def test_forward_passes_are_refused_as_recorded(way: Way) -> None:
     assert way.do(regression.diagnostics())["readiness"] == "insufficient_data"
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["version", "worker_id", "dp_rank", "counter_id", "wall_time", "scheduled_requests", "queued_requests",
+     "scheduled_requests.num_decode_requests", "scheduled_requests.var_prefill_length",
+     "queued_requests.sum_prefill_tokens", "queued_requests.var_decode_kv_tokens"],
+)  # fmt: skip
+def test_members_of_another_type_are_refused_also_where_no_use_is_made_of_them(way: Way, path: str) -> None:
+    regression = way.do(ForwardPassPerfModel.from_regression(way.client))
+    *parts, name = path.split(".")
+    for value in (
+        None,
+        True,
+        "x" if name != "worker_id" else 5,
+        1.5 if "var" not in name and "time" not in name else math.nan,
+    ):
+        record: dict[str, Any] = {name: value}
+        record = {parts[0]: record} if parts else record
+        with pytest.raises(ValueError):
+            way.do(regression.estimate_forward_pass_time_ms(record))
+        with pytest.raises(ValueError):
+            way.do(regression.tune_with_fpms([[record]]))
+    legal = {
+        "dp_rank": 3,
+        "counter_id": 2**64 - 1,
+        "queued_requests": {"var_prefill_length": -1, "more": "x"},
+        "more": 1,
+    }
+    assert way.do(regression.estimate_forward_pass_time_ms(legal)) == 0.0
+    limits = EnginePerfLimits(8192, 512, 2_000_000)
+    both = EngineQueries(model=regression, worker_type="decode", limits=limits, attention_dp_size=2)
+    for ranks in ([{"dp_rank": 0}, {"dp_rank": "x"}], [{"dp_rank": 1}, {"dp_rank": 1}], [{}], []):
+        with pytest.raises(ValueError):
+            way.do(both.get_scheduled_decode_itl(ranks))
+        with pytest.raises(ValueError):
+            way.do(both.tune_with_fpms([ranks]))
+
+
 @pytest.mark.parametrize("case", recorded("engine_queries"), ids=lambda case: f"{case['worker_type']}-{case['ranks']}")
 def test_engine_queries_answer_as_recorded(way: Way, case: dict[str, Any]) -> None:
     made = EngineQueries.best_available(
@@ -286,6 +324,17 @@ def test_planner_models_append_the_next_request_of_average_shape(way: Way) -> No
     scaled = way.do(model.estimate_scheduled_decode_itl(iteration(0, 21, 0), add_next_request=False))
     assert told == scaled
     assert [label for label, _ in model.query_groups({("w", 0): dict(live[0], worker_id="w")})] == ["w:dp0"]
+
+
+def test_planner_models_let_metrics_without_a_version_pass_and_leave_malformed_ones_out(way: Way) -> None:
+    model = planner_model(way, "decode")
+    (live,) = iteration(0, 10, 5.0)
+    odd = {"scheduled_requests": {"num_decode_requests": "x", "sum_decode_kv_tokens": 9}}
+    way.do(model.add_observations({("w", 0): live | {"version": 0}, ("v", 0): odd, ("u", 0): live | {"version": 2}}))
+    way.do(model.load_benchmark_fpms([live | {"version": 0}, odd]))
+    assert way.do(model.num_observations()) == 2 and model.avg_decode_length == 1000.0
+    told, unstamped = (way.do(model.estimate_scheduled_decode_itl([live | {"version": version}])) for version in (1, 0))
+    assert told is not None and told == unstamped
 
 
 def test_planner_models_never_raise(way: Way, caplog: pytest.LogCaptureFixture) -> None:

@@ -148,6 +148,8 @@ def test_engines_that_would_all_miss_their_target_get_one_more(remote: dict[str,
         assert proposed(channel, m.PipelineContext(observations=seen)) == {"prefill": 3, "decode": 4}
         seen.fpm.prefill_engines["b/0"] = record(**idle)
         assert proposed(channel, m.PipelineContext(observations=seen)) == {"decode": 4}
+        seen.fpm.decode_engines["c/0"] = record(version=0, **slow)
+        assert proposed(channel, m.PipelineContext(observations=seen)) == {"decode": 4}
         seen.fpm.decode_engines["c/0"] = b"\xc1"
         assert proposed(channel, m.PipelineContext(observations=seen)) is None
 

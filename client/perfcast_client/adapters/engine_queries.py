@@ -239,12 +239,14 @@ class EngineQueries(Adapter[C]):
             raise as_value_error(error) from None
 
     def _loads(self, metrics_by_rank: Sequence[Any]) -> list[RankLoad]:
+        loads = [fpm.rank_load(record) for record in metrics_by_rank]
         self._check(metrics_by_rank)
-        return [fpm.rank_load(record) for record in metrics_by_rank]
+        return loads
 
     def _passes(self, metrics_by_rank: Sequence[Any]) -> list[RankPass]:
+        passes = fpm.iteration(list(metrics_by_rank))
         self._check(metrics_by_rank)
-        return fpm.iteration(list(metrics_by_rank))
+        return passes
 
     def _check(self, metrics_by_rank: Sequence[Any]) -> None:
         count = self.attention_dp_size

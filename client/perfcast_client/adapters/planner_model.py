@@ -90,14 +90,15 @@ class PlannerPerfModel(Adapter[C]):
     @asking
     def add_observations(self, fpm_stats: Mapping[tuple[str, int], Any]) -> Steps[None]:
         """Learn from the latest metrics by (worker, rank)."""
-        valid = {key: record for key, record in fpm_stats.items() if self._observed(record)}
+        told = {key: fpm.stamped(record) for key, record in fpm_stats.items()}
+        valid = {key: record for key, record in told.items() if self._observed(record)}
         yield from self._learn(self._groups(valid))
 
     @asking
     def load_benchmark_fpms(self, fpms: Sequence[Any]) -> Steps[None]:
         """Learn from a bootstrap: flat records, or the rank groups of attention-DP engines. Flat ones cannot say which
         belong together, so an attention-DP engine leaves them out."""
-        grouped = [each if isinstance(each, list | tuple) else [each] for each in fpms]
+        grouped = [list(map(fpm.stamped, each if isinstance(each, list | tuple) else [each])) for each in fpms]
         kept = [list(group) for group in grouped if all(map(self._observed, group))]
         if self._ranks > 1:
             kept = [group for group in kept if len(group) == self._ranks]
@@ -219,7 +220,7 @@ class PlannerPerfModel(Adapter[C]):
             return None
         try:
             records = [
-                {"dp_rank": fpm.member(record, "dp_rank"), **change(fpm.rank_load(record))}
+                {"dp_rank": fpm.member(record, "dp_rank"), **change(fpm.rank_load(fpm.stamped(record)))}
                 for record in metrics_by_rank
             ]
             seconds: float | None = yield from getattr(queries, question)(records)
@@ -243,14 +244,14 @@ class PlannerPerfModel(Adapter[C]):
             log.warning("%s engines learned nothing: %s", self.worker_type, error)
 
     def _observed(self, record: Any) -> bool:
-        if fpm.member(record, "version", 1) != fpm.VERSION:
-            log.warning("left out metrics of version %s", fpm.member(record, "version", 1))
+        try:
+            run = fpm.rank_pass(record)
+        except ValueError as error:
+            log.warning("left out metrics: %s", error)
             return False
-        scheduled = fpm.member(record, "scheduled_requests", {})
-        prompts, decodes = (fpm.member(scheduled, f"num_{kind}_requests") for kind in ("prefill", "decode"))
-        self._avg_isl.add(fpm.member(scheduled, "sum_prefill_tokens") / prompts if prompts else 0.0)
-        if decodes:
-            self._avg_decode_length.add(fpm.member(scheduled, "sum_decode_kv_tokens") / decodes)
+        self._avg_isl.add(run.prefill_tokens / run.prefill_requests if run.prefill_requests else 0.0)
+        if run.decode_requests:
+            self._avg_decode_length.add(run.decode_kv_tokens / run.decode_requests)
         return True
 
     def _groups(self, fpm_stats: Mapping[tuple[str, int], Any]) -> list[list[Any]]:

@@ -302,7 +302,7 @@ def _workers(engines: Mapping[str, bytes]) -> list[WorkerLoad]:
     for key, data in engines.items():
         worker, _, number = key.rpartition("/")
         try:
-            record = unpack(data)
+            record = fpm.stamped(unpack(data))
             load = fpm.rank_load(
                 {**record, "dp_rank": int(number) if number.isdigit() else fpm.member(record, "dp_rank")}
             )
