@@ -160,6 +160,7 @@ class Server:
         if _data(predictor).version != version:
             raise DataRefused("they changed while they were read")
         self._next = predictor, ready
+        log.info("data prepared", extra={"version": version})
 
     async def commit(self) -> bool:
         """Answer from what was prepared, between two calls; whether that is anything new."""

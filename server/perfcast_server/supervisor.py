@@ -168,9 +168,11 @@ class Supervisor:
         """Let all workers take up the data that are on disk now, or none of them. Raises DataRefused."""
         async with self._reloading:
             data = await self._checked()
-            up = [slot for slot in self.slots if slot.up]  # the others will start with these data
-            for _, failure in await _asked(up, "prepare", CHECK_S, version=data.version):
-                if isinstance(failure, BaseException):
+            up = [slot for slot in self.slots if slot.up]
+            told = await _asked(up, "prepare", CHECK_S, version=data.version)
+            up = [slot for slot, failure in told if not isinstance(failure, Gone)]  # the others start with these data
+            for _, failure in told:
+                if isinstance(failure, BaseException) and not isinstance(failure, Gone):
                     await _asked(up, "discard")
                     raise DataRefused(str(failure)) from None
             told = await _asked(up, "commit")

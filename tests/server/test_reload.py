@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -225,6 +226,26 @@ def test_sighup_reloads_all_workers_and_bad_data_are_only_logged(pair_place: Pla
         pair.popen.send_signal(signal.SIGHUP)
         eventually(lambda: bool(pair.logged("data reloaded")))
         assert len(pair.logged("data taken")) == 2 + taken
+    for _ in range(8):
+        with client(pair.address) as ada:
+            assert ada.predict(ROOFLINE, STEP).latency_ms < old.latency_ms
+
+
+def test_a_worker_that_dies_in_a_reload_does_not_leave_the_others_with_old_data(
+    pair_place: Place, pair: Process
+) -> None:
+    with client(pair.address) as ada:
+        old = ada.predict(ROOFLINE, STEP)
+    prepared, reloaded = (len(pair.logged(f"data {what}")) for what in ("prepared", "reloaded"))
+    dying = pair.worker_pids()[1]
+    os.kill(dying, signal.SIGSTOP)  # so that it does not get ready
+    pair_place.put(faster(5))
+    pair.popen.send_signal(signal.SIGHUP)
+    eventually(lambda: len(pair.logged("data prepared")) > prepared)  # by the other, so that both were asked
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(dying, signal.SIGKILL)
+    eventually(lambda: len(pair.logged("data reloaded")) > reloaded)
+    eventually(lambda: pair.worker_pids()[1] != dying)
     for _ in range(8):
         with client(pair.address) as ada:
             assert ada.predict(ROOFLINE, STEP).latency_ms < old.latency_ms
