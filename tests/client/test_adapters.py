@@ -155,6 +155,26 @@ def test_forward_pass_models_are_refused_as_recorded(way: Way, constructor, conf
         way.do(build(way.client, config, options))
 
 
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [({"tp_size": 3}, ValueError), ({"forward_model": "fpm"}, PerfDataNotAvailable),
+     ({"estimation_mode": "fpm_regression"}, PerfDataNotAvailable)],
+)  # fmt: skip
+def test_what_no_native_model_answers_falls_back_where_that_is_wanted(way: Way, change, error) -> None:
+    config = recorded("forward_pass")["config"] | change
+    with pytest.raises(error):
+        way.do(ForwardPassPerfModel.from_native(way.client, config))
+    told = way.do(way.do(ForwardPassPerfModel.best_available(way.client, config)).diagnostics())
+    assert (told["source"], told["readiness"]) == ("fallback_regression", "unsupported_config") and told["last_warning"]
+
+
+def test_a_way_to_predict_that_nobody_knows_is_refused(way: Way) -> None:
+    config = recorded("forward_pass")["config"]
+    with pytest.raises(ValueError, match="op_level"):
+        way.do(ForwardPassPerfModel.from_native(way.client, config | {"forward_model": "x"}))
+    way.do(ForwardPassPerfModel.from_native(way.client, config | {"forward_model": "op_level"}))
+
+
 def test_forward_passes_are_refused_as_recorded(way: Way) -> None:
     told = recorded("forward_pass")
     model = way.do(ForwardPassPerfModel.from_native(way.client, told["config"], profile="reference"))

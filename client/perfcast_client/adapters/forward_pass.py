@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from perfcast_client import calibration, calls, planner
 from perfcast_client.adapters import fpm
-from perfcast_client.adapters.asking import Adapter, C, as_value_error, asking, build
+from perfcast_client.adapters.asking import Adapter, C, PerfDataNotAvailable, as_value_error, asking, build
 from perfcast_client.adapters.records import engine_of, options_of
 from perfcast_client.calibration import Diagnosis, LearningOptions
 from perfcast_client.errors import NotReady, PerfcastError
 from perfcast_client.record import EngineLike
 from perfcast_client.turns import Steps
 
-UNAVAILABLE = ("UNKNOWN_MODEL", "UNKNOWN_SYSTEM", "UNKNOWN_VERSION", "PERF_DATA_MISSING", "UNSUPPORTED", "DATA_CORRUPT")
+UNAVAILABLE = (
+    "UNKNOWN_MODEL", "UNKNOWN_SYSTEM", "UNKNOWN_VERSION", "PERF_DATA_MISSING", "UNSUPPORTED", "DATA_CORRUPT",
+    "INVALID_FIELD",  # such as widths that do not divide the heads; what is no configuration at all is not asked
+)  # fmt: skip
 
 
 class ForwardPassPerfModel(Adapter[C]):
@@ -62,7 +66,8 @@ class ForwardPassPerfModel(Adapter[C]):
         state: str = "",
         profile: str = "corrected",
     ) -> Any:
-        """As ``from_native``; a regression with a warning where model, system, version or data are not available."""
+        """As ``from_native``; a regression with a warning where model, system, version or data are not available, or
+        the model cannot be split as told."""
         return cls._made(client, config, options, state, profile, fallback=True)
 
     @classmethod
@@ -83,7 +88,8 @@ class ForwardPassPerfModel(Adapter[C]):
         def made(model: ForwardPassPerfModel[C]) -> Steps[None]:
             yield from model.making(config, profile, fallback)
 
-        engine_of(config)
+        with suppress(PerfDataNotAvailable):
+            engine_of(config)
         return build(cls(client, None, options_of(options), state, None), made)
 
     def making(self, config: Mapping[str, Any] | None, profile: str, fallback: bool) -> Steps[None]:
@@ -93,6 +99,10 @@ class ForwardPassPerfModel(Adapter[C]):
             return
         try:
             self.engine = yield calls.resolve(engine_of(config, profile=profile))
+        except PerfDataNotAvailable as error:
+            if not fallback:
+                raise
+            self.last_warning = str(error)
         except PerfcastError as error:
             if not fallback or error.reason not in UNAVAILABLE:
                 raise as_value_error(error) from None

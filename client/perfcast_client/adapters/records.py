@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from perfcast_client.adapters.asking import PerfDataNotAvailable
 from perfcast_client.calibration import LearningOptions
 from perfcast_client.config import EngineConfig
 from perfcast_client.errors import InvalidRequest, PerfcastError
@@ -40,12 +41,15 @@ CANONICAL = {
     "pp": "pp_size",
     "attention_dp": "attention_dp_size",
 }
+BY_OPERATORS = ("op_level", "auto")
+OF_WHOLE_PASSES = ("fpm", "fpm_interpolation", "fpm_regression")
 ROLES = {"aggregated": "both", "prefill": "prefill", "decode": "decode"}
 
 
 def engine_of(record: Mapping[str, Any], **changes: Any) -> EngineConfig:
     """The engine of a flat or canonical record. As the reference does, members that a native model makes no use of are
-    ignored, and a legal dtype that an operator has no mode for means "as the checkpoint says". ValueError otherwise."""
+    ignored, and a legal dtype that an operator has no mode for means "as the checkpoint says". ValueError otherwise;
+    PerfDataNotAvailable where whole passes shall be looked up."""
     if not isinstance(record, Mapping):
         raise ValueError("a configuration must be a mapping")
     flat = {CANONICAL.get(name, name): value for name, value in record.items()}
@@ -56,6 +60,15 @@ def engine_of(record: Mapping[str, Any], **changes: Any) -> EngineConfig:
             raise ValueError(f"{name} is missing")
     if flat.get("tp_size") is None:
         raise ValueError("tp_size is missing")
+    way = flat.get("forward_model") or flat.get("estimation_mode") or "op_level"
+    if way in OF_WHOLE_PASSES:
+        raise PerfDataNotAvailable(
+            f"{way}: there are no tables of whole passes; op_level answers from those of operators"
+        )
+    if way not in BY_OPERATORS:
+        raise ValueError(
+            f"forward_model must be one of {', '.join((*BY_OPERATORS, *OF_WHOLE_PASSES))}, not {way!r:.60}"
+        )
     sizes = {"pp": "pp_size", "attn_dp": "attention_dp_size", "moe_tp": "moe_tp_size", "moe_ep": "moe_ep_size"}
     given = {name: flat[member] for name, member in sizes.items() if flat.get(member) is not None}
     worker = flat.get("worker_type")
