@@ -154,7 +154,7 @@ def _weighed(terms: tuple[Summand, ...], ms: F64, weight: F64 | None, batch: Int
     if not terms:
         return ms
     if _least(batch) > 0:
-        found = _sum(term.at(batch, s, prefix) for term in terms)
+        found = _where_known(terms, batch, s, prefix)
         return _sum((ms, found if weight is None else found * weight))
     live = np.flatnonzero(batch != 0)
     if not len(live):
@@ -163,6 +163,17 @@ def _weighed(terms: tuple[Summand, ...], ms: F64, weight: F64 | None, batch: Int
     some: Any = (c if c is None or len(c) == 1 else c.take(live) for c in (weight, batch, s, prefix))
     found[live] = _weighed(terms, np.zeros(1), *some)
     return ms + found
+
+
+def _where_known(terms: tuple[Summand, ...], batch: Ints, s: Ints, prefix: Ints) -> F64:
+    """The sum of ``terms``, of which the others are only asked where the first knows few points."""
+    ms = terms[0].at(batch, s, prefix)
+    if len(terms) == 1 or 2 * np.count_nonzero(ms == ms) > len(ms):
+        return _sum(chain((ms,), (term.at(batch, s, prefix) for term in terms[1:])))
+    known = np.flatnonzero(ms == ms)
+    some = [c if len(c) == 1 else c.take(known) for c in (batch, s, prefix)]
+    ms[known] = _sum((ms[known], *(term.at(*some) for term in terms[1:])))
+    return ms
 
 
 @dataclass(frozen=True, eq=False)
