@@ -27,11 +27,6 @@ class Level(NamedTuple):
     known: F64
     last: Ints
 
-    def below(self, parents: Ints, c: F64) -> Ints:
-        """The last child of each parent at or below ``c``, its first where there is none."""
-        children: Ints = self.last.take(parents * (len(self.known) + 1) + self.known.searchsorted(c, "right"))
-        return children
-
 
 @dataclass(frozen=True, eq=False)
 class Grid:
@@ -95,6 +90,13 @@ class Grid:
         nodes = np.zeros((1, len(query[0])), np.int64)
         steps = []
         for level, c in zip(self.levels, query, strict=True):
+            if level is self.levels[-1]:
+                low, high = level.keys[level.start[nodes]], level.keys[level.start[nodes + 1] - 1]
+                reached = ((low <= c) & (c <= high)).any(axis=0)
+                if not reached.all():
+                    found = np.full(len(c), np.nan)
+                    found[reached] = self.interior(leaves, tuple(c[reached] for c in query), sol, sqrt_axis)
+                    return found
             step = descend(level, nodes, c)
             steps.append(step)
             nodes = step.low if step.all_exact else np.concatenate([step.low, step.high])
@@ -124,7 +126,7 @@ class _Step(NamedTuple):
 
 def descend(level: Level, nodes: Ints, c: F64) -> _Step:
     """From each of ``nodes`` to its children around ``c``."""
-    low = level.below(nodes, c)
+    low: Ints = level.last.take(nodes * (len(level.known) + 1) + level.known.searchsorted(c, "right"))
     below = level.keys[low]
     exact = below == c
     inside = exact | ((below < c) & (low < level.start[nodes + 1] - 1))
