@@ -136,12 +136,8 @@ class Answer(Missing):
     ) -> Answer:
         """An answer with one tag. Where ``ms`` is NaN points miss with ``miss`` (or what it builds from the mask)."""
         n = len(ms)
-        answer = cls(
-            ms,
-            np.full(n, source, np.uint8),
-            np.full(n, tier, np.uint8),
-            np.zeros(n) if energy is None else energy,
-        )
+        energy = np.zeros(n) if energy is None else energy
+        answer = cls(ms, np.full(n, source, np.uint8), np.full(n, tier, np.uint8), energy)
         gone = np.isnan(ms)
         if gone.any():
             assert miss is not None, "an operator left a point without a value and without a reason"
@@ -164,18 +160,10 @@ class Answer(Missing):
         """Sum of two operators. A side with no latency and no energy is neutral; unequal tags become MIXED."""
         own = (self.ms != 0) | (self.energy != 0)
         others = (other.ms != 0) | (other.energy != 0)
-        source = np.where(
-            own & others & (self.source != other.source),
-            np.uint8(Source.MIXED),
-            np.where(own, self.source, np.where(others, other.source, self.source)),
-        )
-        return Answer(
-            self.ms + other.ms,
-            source,
-            np.maximum(self.tier, other.tier),
-            self.energy + other.energy,
-            self.misses + other.misses,
-        )
+        unlike = own & others & (self.source != other.source)
+        either = np.where(own, self.source, np.where(others, other.source, self.source))
+        source, tier = np.where(unlike, np.uint8(Source.MIXED), either), np.maximum(self.tier, other.tier)
+        return Answer(self.ms + other.ms, source, tier, self.energy + other.energy, self.misses + other.misses)
 
     def scaled(self, factor: float | F64) -> Answer:
         return replace(self, ms=self.ms * factor, energy=self.energy * factor)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from perfcast_engine.interp.grid import Grid
-from perfcast_engine.interp.surface import Surface
+from perfcast_engine.interp.surface import Everywhere, Surface
 
 from tests.engine import naive_grid
 
@@ -92,6 +92,18 @@ class TestPlane:
         util = np.mean([x * y * z / ms for x, y, z, ms in rows[:4]])
         assert ask(surface(rows), 16, 16, 16) == pytest.approx(16**3 / util, rel=1e-12)
 
+    def test_what_is_asked_after_another_is_held_as_alone(self):
+        rng = np.random.default_rng(4)
+        rows = [(x, y, z, x * y * z * (1 + rng.random())) for x in (1, 4, 8) for y in (1, 2, 4, 8) for z in (1, 2, 4)]
+        wide, alone = surface(rows), surface([(*at, ms * rng.random()) for *at, ms in rows if at[0] < 8 or at[2] < 4])
+        after = Surface(alone.grid, alone.sol, beside=wide)
+        near, far = rng.uniform(9, 300, (2, 3, 50)) * [[[0.005], [1], [0.005]], [[2], [1], [2]]]
+        for asked in (near, far, np.hstack([near, far])):  # far ones lean on leaves that were not measured here
+            for told in (asked, asked[:, ::-1], asked, asked):
+                wide.at(*told)
+                np.testing.assert_array_equal(after.at(*asked).ms, alone.at(*asked).ms)
+            np.testing.assert_array_equal(after.at(*asked).ms, alone.at(*asked).ms)
+
     def test_leaves_without_latency_anchor_nothing(self):
         assert ask(surface([(1, 1, 0.0), (1, 2, 2.0)]), 4, 4) == 16.0
         assert math.isnan(ask(surface([(1, 1, 0.0), (1, 2, 0.0)]), 4, 4))
@@ -139,7 +151,7 @@ def test_answers_are_those_of_the_chain_point_by_point(case):
     columns = [np.array(axis, float) for axis in zip(*points, strict=True)]
     same(whole.at(*columns).ms, expected)
     same([ask(whole, *point) for point in points], expected)
-    blend = whole.blend()
+    blend = whole.sheets().blend
     if blend is not None:
         one, many = np.array([blend.one(*point) for point in points]), blend.at(*(c.astype(int) for c in columns))
         same(one[~np.isnan(one)], expected[~np.isnan(one)])
@@ -147,7 +159,7 @@ def test_answers_are_those_of_the_chain_point_by_point(case):
     for i, point in enumerate(points if len(columns) > 1 else ()):
         same(whole.at(float(point[0]), *(np.array([float(c)]) for c in point[1:])).ms, expected[i])
         if len(columns) == 3:
-            same(whole.everywhere(float(point[0])).one(*point[1:]), expected[i])
+            same(Everywhere((), whole, float(point[0])).one(*point[1:]), expected[i])
 
 
 @given(ragged())

@@ -25,8 +25,7 @@ NARROW = 100  # samples that are quicker sorted than searched for the least
 STEPS = 128  # make up the span of an axis along which samples lie uneven
 SLACK = 1e-9  # on bounds, relative to squares, for rounding
 MIX = np.cumprod(np.full(16, 0x9E3779B97F4A7C15, np.uint64)).view(np.int64)  # no two sums of small multiples are alike
-
-
+FAR = np.full((16, 1), np.inf)  # what is not there is that far
 NONE: Boxes = np.array([np.iinfo(np.int64).max]), np.zeros((0, 1), np.uint16)  # but a box that no query lies in
 
 
@@ -47,9 +46,10 @@ class Samples:
         listed, box = self._boxed(places, count, COARSE if queries.shape[1] < MANY else 1)
         sizes = (listed < self.at.shape[1]).sum(axis=0, dtype=listed.dtype)[box]
         index, distance = np.empty((count, len(box)), np.intp), np.empty((count, len(box)))
+        padded = np.append(self.at, FAR[: len(self.at)], axis=1)
         for some in np.split(sizes.argsort(kind="stable"), np.arange(TOGETHER, len(box), TOGETHER)):
             near = listed[: sizes[some[-1]]].take(box[some], axis=1)
-            squares = _squares(self._padded.take(near, axis=1), queries[:, some])
+            squares = _squares(padded.take(near, axis=1), queries[:, some])
             least, distance[:, some] = _least(squares.T.copy(), count)
             index[:, some] = near.take(least * len(some) + np.arange(len(some)))
         return index, distance
@@ -60,11 +60,6 @@ class Samples:
         known = [np.unique(values) for values in self.at]
         gaps = [np.diff(values) if len(values) > 1 else np.ones(1) for values in known]
         return np.array([max(np.median(each), each.sum() / STEPS) / 3 for each in gaps])[:, None]
-
-    @cached_property
-    def _padded(self) -> F64:
-        """``at``, and something that is infinitely far."""
-        return np.pad(self.at, ((0, 0), (0, 1)), constant_values=np.inf)
 
     def _boxed(self, ends: F64, count: int, steps: int) -> tuple[NDArray[Any], Index]:
         """The candidates of boxes of ``steps``, a point along an axis where both ``ends`` (2, A, Q) are the same
@@ -100,11 +95,11 @@ class Samples:
         """Which of the boxes from ``low`` to ``high`` (A, B), and samples of those ``among`` (B, W) that may be nearest
         in it: those that as many as ``count`` of the nearest to its centre do not beat in all of its corners."""
         if len(among) > 1 and among.size > CELLS:
-            some = len(among) // 2
-            parts = (self.candidates(among[i], low[:, i], high[:, i], count) for i in np.s_[:some, some:])
-            (box, near), (others, more) = parts
-            return np.append(box, others + some), np.append(near, more)
-        at, centre, half = self._padded.take(among, axis=1), (low + high) / 2, (high - low) / 2
+            n = len(among) // 2
+            (box, near), (rest, more) = (self.candidates(among[i], low[:, i], high[:, i], count) for i in np.s_[:n, n:])
+            return np.append(box, rest + n), np.append(near, more)
+        at = np.append(self.at, FAR[: len(self.at)], axis=1).take(among, axis=1)
+        centre, half = (low + high) / 2, (high - low) / 2
         off = _squares(at, centre[..., None])
         lead = off.argpartition(count - 1, axis=1)[:, :count]
         ahead = np.take_along_axis(off, lead, axis=1)

@@ -32,17 +32,13 @@ class Curve:
         below, above = x < self.x[0], x > self.x[-1]
         outside = below | above
         if outside.any():
-            util = np.where(below, self._low_util, self._high_util)[outside]
+            util = np.where(below, *self._utils)[outside]
             value[outside] = self.sol(x[outside]) / util
         return value
 
     @cached_property
-    def _low_util(self) -> float:
-        return self._util(slice(None, TAIL))
-
-    @cached_property
-    def _high_util(self) -> float:
-        return self._util(slice(-TAIL, None))
+    def _utils(self) -> tuple[float, float]:
+        return self._util(slice(None, TAIL)), self._util(slice(-TAIL, None))
 
     def _util(self, part: slice) -> float:
         ms, sol = self.ms[part], self.sol(self.x[part])

@@ -102,11 +102,13 @@ def _same(*coords: F64) -> F64:
 
 @dataclass(frozen=True, eq=False)
 class Surface:
-    """``sol``: roofline in ms of the grid's axes; ``sqrt_axis``: the axis on which square roots are blended."""
+    """``sol``: roofline in ms of the grid's axes; ``sqrt_axis``: the axis on which square roots are blended.
+    ``beside``: what was measured at the same points, and at more, and is asked the same just before."""
 
     grid: Grid
     sol: Sol
     sqrt_axis: int | None = None
+    beside: Surface | None = None
     _sheets: dict[tuple[float, ...], Sheets] = field(default_factory=dict, repr=False)
 
     def at(self, *query: F64 | float) -> Resolved:
@@ -126,14 +128,6 @@ class Surface:
                 self._sheets.clear()
             found = self._sheets[lead] = Sheets.of(self.grid, self.sqrt_axis, *lead)
         return found
-
-    def blend(self, *lead: float) -> Blend | None:
-        """The planes at one outer coordinate; None where there are none."""
-        return self.sheets(*lead).blend
-
-    def everywhere(self, lead: float) -> Blend:
-        """As ``blend``, but single queries of counts are answered beyond the measurements too, as ``at`` does it."""
-        return Everywhere((), self, lead)
 
     def _split(self, query: tuple[Any, ...]) -> tuple[tuple[float, ...], tuple[Any, ...]]:
         """The leading number, if sheets are made for one, and what is left."""
@@ -158,13 +152,12 @@ class Surface:
     @cached_property
     def hold(self) -> Hold:
         """What answers beyond the measurements."""
-        return Hold.of(self.grid, self.leaf_sol)
+        return Hold.of(self.grid, self.leaf_sol, None if self.beside is None else self.beside.hold)
 
     def _hold(self, query: Coords) -> Resolved:
         here = self.sol(*query)
-        usable = np.isfinite(here) & (here > 0)
         util, power = self._end_util(query[0]) if len(query) == 1 else self.hold.at(query)
-        usable &= util > 0
+        usable = np.isfinite(here) & (here > 0) & (util > 0)
         return Resolved(np.where(usable, here, np.nan) / np.where(usable, util, 1.0), power)
 
     def _end_util(self, c: F64) -> tuple[F64, F64 | None]:
@@ -189,7 +182,7 @@ def _filled(found: Resolved, query: Query, then: Callable[[Coords], Resolved]) -
 
 @dataclass(frozen=True, eq=False)
 class Everywhere(Blend):
-    """``surface`` at ``lead`` of the first of three axes, for single queries."""
+    """``surface`` at ``lead`` of the first of three axes, for single queries of counts, beyond the measurements too."""
 
     surface: Surface
     lead: float

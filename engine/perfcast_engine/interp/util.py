@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, log2, sqrt
 
 import numpy as np
@@ -22,31 +22,55 @@ Leaf = tuple[float, float, float, float]  # squared distance on the first axis, 
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """The leaves that a hold may lean on: log2 coordinates, roofline / latency (N,), power (N,) or None."""
+    """The leaves that a hold may lean on: log2 coordinates, roofline / latency (N,), power (N,) or None. ``among``: a
+    hold on these leaves and more that was asked the same before, and which of these each of them is, -1 for none."""
 
     leaves: Samples
     util: F64
     power: F64 | None
+    among: tuple[Hold, NDArray[np.intp]] | None = None
+    _told: dict[str, tuple[F64, NDArray[np.intp], F64] | None] = field(default_factory=dict, repr=False)
     _boxes: dict[Box, list[Leaf]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, grid: Grid, sol: F64) -> Hold:
-        """``sol``: the roofline (ms) of each leaf."""
+    def of(cls, grid: Grid, sol: F64, beside: Hold | None = None) -> Hold:
+        """``sol``: the roofline (ms) of each leaf; ``beside``: what was asked the same before."""
         valid = (grid.ms > 0) & np.isfinite(grid.ms) & (sol > 0) & np.isfinite(sol)
         logs = np.log2(np.maximum(np.stack([c[valid] for c in grid.floats]), TINY))
-        return cls(Samples(logs), sol[valid] / grid.ms[valid], None if grid.power is None else grid.power[valid])
+        power = None if grid.power is None else grid.power[valid]
+        hold = cls(Samples(logs), sol[valid] / grid.ms[valid], power)
+        if beside is None:
+            return hold
+        own = {leaf: i for i, leaf in enumerate(zip(*logs.tolist(), strict=True))}
+        which = np.array([own.get(leaf, -1) for leaf in zip(*beside.leaves.at.tolist(), strict=True)], np.intp)
+        if np.count_nonzero(which >= 0) < len(own):
+            return hold
+        beside._told["last"] = None  # from now on it tells
+        return replace(hold, among=(beside, which))
 
     def at(self, query: Coords) -> tuple[F64, F64 | None]:
         """Utilisation and power of the nearest four leaves in log space, weights tapering to 0 at the distance of the
         fifth; utilisation 0 where there is no leaf."""
         if not len(self.util):
             return np.zeros(len(query[0])), self.power
-        index, distance = self.leaves.nearest(np.log2(np.maximum(np.stack(query), TINY)), ANCHORS + 1)
+        index, distance = self._nearest(np.log2(np.maximum(np.stack(query), TINY)))
         weight = _taper(distance)
         index = index[:ANCHORS]
         mass = weight.sum(axis=0)
         util = (weight * self.util[index]).sum(axis=0) / mass
         return util, None if self.power is None else (weight * self.power[index]).sum(axis=0) / mass
+
+    def _nearest(self, logs: F64) -> tuple[NDArray[np.intp], F64]:
+        """The anchors and the leaf behind them, and their distances; as ``among`` has just told where it has."""
+        if self.among is not None:
+            hold, which = self.among
+            told, hold._told["last"] = hold._told["last"], None
+            if told is not None and np.array_equal(told[0], logs) and (index := which[told[1]]).min(initial=0) >= 0:
+                return index, told[2]
+        index, distance = self.leaves.nearest(logs, ANCHORS + 1)
+        if self._told:
+            self._told["last"] = logs, index, distance
+        return index, distance
 
     def one(self, lead: float, x: float, y: float) -> float:
         """The utilisation that ``at`` gives to a single query, of three axes."""

@@ -16,6 +16,7 @@ from perfcast_engine import data, quant
 from perfcast_engine.answer import F64, Answer, Miss, Points, Source, Tier, choose
 from perfcast_engine.errors import InvalidField
 from perfcast_engine.interp.grid import Query
+from perfcast_engine.interp.surface import Everywhere
 from perfcast_engine.ops.base import Role, Split, memory_bound
 from perfcast_engine.ops.measured import Attention, Basis, Generation, Prefill, no_slice
 from perfcast_engine.tables.database import Database, Mode
@@ -157,7 +158,7 @@ class GenerationAttention(_Dense, Generation):
         surface = self.slice(db).surface(db)
 
         def build() -> Averaged | None:
-            blend = surface.blend(*self.lead)
+            blend = surface.sheets(*self.lead).blend
             return None if blend is None else Averaged(blend.parts[0][1], decode_lengths)
 
         return db.kept(("decode", surface, self.heads), build)
@@ -174,7 +175,7 @@ class GenerationAttention(_Dense, Generation):
         return None if means is None else (DecodeMean(means, self.scale),)
 
     def outside(self, db: Database) -> One:
-        read = self.slice(db).surface(db).everywhere(*self.lead).one
+        read = Everywhere((), self.slice(db).surface(db), *self.lead).one
 
         def ms(batch: int, s: int, prefix: int) -> float:
             return sum(read(batch, length) for length in decode_lengths_one(s)) / SAMPLES * self.scale

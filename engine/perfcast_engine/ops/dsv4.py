@@ -79,6 +79,11 @@ class _Dsv4(SparseModule):
         local = nearest_below(table.children(*self.named_key, native), self.heads)
         return *self.named_key, native, local, COMPRESSION[self.kind]
 
+    def beside(self, db: Database) -> Slice | None:
+        hca = replace(self, kind="hca")
+        table = db.find(hca.table) if self.learned else None
+        return None if table is None or table.rows(*self.named_key) is None else hca.slice(db)
+
     @property
     def figures(self) -> Mapping[str, Any]:
         return {"learned": self.learned, "ratio": COMPRESSION[self.kind], **vars(self)}

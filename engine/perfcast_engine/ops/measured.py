@@ -15,7 +15,7 @@ from perfcast_surface.terms import DECODE, Block, Causal, One, Term
 from perfcast_engine.answer import F64, Answer, Mask, Points, Source, Tier, or_else, total
 from perfcast_engine.errors import EmpiricalBasisMissing, EngineError, PerfDataMissing
 from perfcast_engine.interp.grid import Grid, Query, Sol
-from perfcast_engine.interp.surface import Surface
+from perfcast_engine.interp.surface import Everywhere, Surface
 from perfcast_engine.interp.util import UtilGrid
 from perfcast_engine.ops.base import MODES, Op, Reads, Split, rank_parts
 from perfcast_engine.ops.roofline import LAWS, Roofline, roofline
@@ -64,7 +64,7 @@ class Slice:
     """The rows under ``key`` of a table with their roofline.
 
     ``sol``: ms in the coordinates of the rows; it depends on nothing but system, table, key and ``also``. ``clamp``
-    lifts latencies below the roofline to it, at unchanged energy (spec/01 section 7.1).
+    lifts latencies below the roofline to it, at unchanged energy (spec/01 section 7.1). ``beside``: see Attention.
     """
 
     table: str
@@ -73,6 +73,7 @@ class Slice:
     sqrt_axis: int | None = None
     clamp: bool = False
     also: Hashable = None
+    beside: Slice | None = None
 
     def find(self, db: Database) -> Surface | None:
         """The measurements, kept; None where there are none."""
@@ -84,7 +85,8 @@ class Slice:
         if grid is not None and self.clamp:
             ms = np.maximum(grid.ms, self.sol(*grid.floats))
             grid = Grid(grid.coords, ms, None if grid.power is None else grid.power * grid.ms / ms)
-        return None if grid is None else Surface(grid, self.sol, self.sqrt_axis)
+        beside = None if self.beside is None else self.beside.find(db)
+        return None if grid is None else Surface(grid, self.sol, self.sqrt_axis, beside)
 
     def surface(self, db: Database) -> Surface:
         """As ``find``; PerfDataMissing, naming what was measured instead, where there are none."""
@@ -234,9 +236,13 @@ class Attention(Op):
         def build() -> Slice:
             key, judge = self.key(db), self.roofline(db.system)
             sol: Sol = lambda *coords: judge(*coords).time  # noqa: E731
-            return Slice(self.table, key, sol, self.sqrt_axis, self.clamp, (type(self), self.shape))
+            return Slice(self.table, key, sol, self.sqrt_axis, self.clamp, (type(self), self.shape), self.beside(db))
 
         return db.kept((type(self), self.shape), build)
+
+    def beside(self, db: Database) -> Slice | None:
+        """Where others were measured at the same points, and at more, that are asked the same just before."""
+        return None
 
     def basis(self, db: Database) -> Basis:
         """What calibrates an estimate."""
@@ -267,11 +273,11 @@ class Attention(Op):
         if not db.mode.shared:
             return None
         self.rates(db.system)
-        blend = self.slice(db).surface(db).blend(*self.lead)
+        blend = self.slice(db).surface(db).sheets(*self.lead).blend
         return None if blend is None else (self.term(db, blend),)
 
     def outside(self, db: Database) -> One:
-        return self.term(db, self.slice(db).surface(db).everywhere(*self.lead)).one
+        return self.term(db, Everywhere((), self.slice(db).surface(db), *self.lead)).one
 
     def term(self, db: Database, blend: Blend) -> Term:
         """All instances by the planes at ``lead``; over (batch, s) unless a kind says otherwise."""

@@ -117,7 +117,7 @@ class StateKernel(Op):
         if surface is None:
             token, request, chunk = map(db.system.memory_sol_ms, self.moved(route.kernel))
             return (Traffic(self.scale, token, request, chunk, self.lengthy, self.draft),)
-        blend = surface.blend()
+        blend = surface.sheets().blend
         return None if blend is None else (State(blend, self.scale, self.draft),)
 
     def terms_source(self, db: Database) -> Source:
