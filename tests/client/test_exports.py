@@ -213,6 +213,14 @@ def test_two_points_of_an_axis_are_its_ends(client: Client, tmp_path: Path) -> N
     assert table["decode_context_length"].tolist() == [2, 16384]
 
 
+def test_the_real_time_simulators_load_is_held_against_every_batch(client: Client, tmp_path: Path) -> None:
+    told = exports.export_llmd_sim(client, DENSE, tmp_path / "l.yaml", max_num_seqs=512)
+    every = np.arange(1, 513)
+    direct = client.predict_many(DENSE, DecodeStep(every, 2047, 1)).latency_ms
+    stretched = direct[0] + (direct[-1] - direct[0]) * (every - 1) / 511
+    assert np.max(abs(stretched / direct - 1)) == pytest.approx(told.worst_relative_error["itl_under_load"])
+
+
 def test_nothing_is_written_of_values_that_are_not_sound(client: Client, tmp_path: Path) -> None:
     good = np.array([1.0, 2.0])
     for axes, values in (

@@ -86,7 +86,7 @@ def export_llmd_sim(
     )  # fmt: skip
 
     def asked(_: Any) -> Steps[Export]:
-        batch = grids.counts(1, max_num_seqs, 64)
+        batch = grids.wholes(1, max_num_seqs, grids.EVERY_OF_TWO)
         told: Predictions = yield calls.predict_many(
             engine, DecodeStep(batch, context_tokens - 1, 1), False, False, False
         )
