@@ -52,6 +52,7 @@ class Calibration:
 
     async def tune(self, request: calibration_pb2.TuneRequest) -> Message:
         ready = await self._engine(request)
+        loads.check_count(len(request.iterations), MAX_RANKS, "iterations")
         ranks = sum(len(iteration.ranks) for iteration in request.iterations)
         if ranks > MAX_RANKS:
             raise ServiceError(

@@ -53,7 +53,7 @@ class Deploy:
         return (
             Unary("Generate", deploy_pb2.GenerateRequest, self.generate),
             Unary("ListTargets", deploy_pb2.ListTargetsRequest, self.list_targets),
-            Unary("Validate", deploy_pb2.ValidateRequest, self.validate),
+            Unary("Validate", deploy_pb2.ValidateRequest, self.validate, is_large=True),
         )
 
     async def generate(self, request: deploy_pb2.GenerateRequest) -> Message:

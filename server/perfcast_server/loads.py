@@ -127,6 +127,11 @@ def check_points(points: int, settings: Settings) -> None:
         raise ServiceError("LIMIT", f"{points} ranks, more than {limit}", limit="max_points_per_request", retry="no")
 
 
+def check_count(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise ServiceError("LIMIT", f"{count} {what}, more than {most}; ask in parts", limit=what, retry="no")
+
+
 def usual(value: float, path: str) -> float:
     if not 0 <= value <= MAX_COUNT:
         raise invalid(path, "must be a number in [0, 2^32)")

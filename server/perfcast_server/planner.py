@@ -30,6 +30,7 @@ SERVICE = "perfcast.v1.Planner"
 OBJECTIVES = (Objective.THROUGHPUT, Objective.THROUGHPUT, Objective.LATENCY)
 INFEASIBLE = (OnInfeasible.CLOSEST, OnInfeasible.CLOSEST, OnInfeasible.MAX_RPS, OnInfeasible.NONE)
 USUAL = ("usual_prefill_tokens_per_rank", "usual_prefill_requests_per_rank")
+MAX_GROUPS, MAX_WORKERS, MAX_SCENARIOS = 4096, 65_536, 65_536  # of a tick
 RANKS_PER_MESSAGE = 256  # of a bootstrap: others have their turn between messages
 LAW_FIELDS = {
     "min_batch": "min_batch_per_rank",
@@ -121,10 +122,11 @@ class Planner:
         return Timed(model, ready, version)
 
     async def estimate_passes(self, request: planner_pb2.EstimatePassesRequest) -> Message:
-        loads.check_points(sum(len(iteration.ranks) for iteration in request.iterations), self._settings)
+        loads.check_points(len(request.iterations), self._settings)
         asked = await self.timed(request)
 
         def answer() -> Message:
+            loads.check_points(sum(len(iteration.ranks) for iteration in request.iterations), self._settings)
             ms = asked.model.estimate(loads.iterations_of(request.iterations))
             unknown = np.flatnonzero(np.isnan(ms))
             return planner_pb2.EstimatePassesResponse(
@@ -137,6 +139,9 @@ class Planner:
         return await self._engines.off_loop(answer)
 
     async def evaluate_tick(self, request: planner_pb2.EvaluateTickRequest) -> Message:
+        loads.check_count(len(request.groups), MAX_GROUPS, "groups")
+        loads.check_count(sum(len(group.workers) for group in request.groups), MAX_WORKERS, "workers")
+        loads.check_count(sum(len(group.scenarios) for group in request.groups), MAX_SCENARIOS, "scenarios")
         sizes = (
             sum(len(worker.ranks) for worker in group.workers) * max(1, len(group.scenarios))
             for group in request.groups

@@ -40,7 +40,7 @@ class Prediction:
         return (
             Unary("ResolveEngine", prediction_pb2.ResolveEngineRequest, self.resolve_engine),
             Unary("PredictStep", prediction_pb2.PredictStepRequest, self.predict_step, self.predict_step_at_once),
-            Unary("PredictSteps", prediction_pb2.PredictStepsRequest, self.predict_steps),
+            Unary("PredictSteps", prediction_pb2.PredictStepsRequest, self.predict_steps, is_large=True),
             Stream("StreamSteps", prediction_pb2.StreamStepsRequest, lambda: _Steps(self, self._engines)),
         )
 

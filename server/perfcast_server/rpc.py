@@ -24,6 +24,7 @@ from perfcast_server.settings import Settings
 log = logging.getLogger("perfcast.rpc")
 
 MAX_QUICK_BYTES = 1 << 16  # larger requests are not even parsed where there is no room for them
+USUAL_BYTES = 4 << 20  # of a request; one of nothing but empty messages takes a hundred times as many, parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Unary:
 
     ``at_once`` may answer a request without waiting for anything; None where it would have to. ``pure``: whether equal
     requests have equal answers; those of others are neither kept nor shared. ``admin``: for admins only.
-    ``writes``: whether it changes anything; what does not is asked again when the data change under it.
+    ``writes``: whether it changes anything; what does not is asked again when the data change under it. ``is_large``:
+    whether requests may have as many bytes as any message, not only the usual number.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Unary:
     pure: Callable[[Any], bool] = lambda request: True
     admin: bool = False
     writes: bool = False
+    is_large: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,13 @@ def parsed(kind: type[Message], data: bytes) -> Any:
     if message.ByteSize() != len(data) and message.ByteSize() != kind.FromString(data).ByteSize():
         raise invalid("request", f"holds fields that this server's {kind.DESCRIPTOR.full_name} does not know")
     return message
+
+
+def _require_usual(size: int) -> None:
+    if size > USUAL_BYTES:
+        raise ServiceError(
+            "LIMIT", f"the request has {size} bytes, more than {USUAL_BYTES}", limit="message_bytes", retry="no"
+        )
 
 
 class Rpc:
@@ -163,6 +173,8 @@ class Rpc:
                 self._metrics.response_hits.inc()
                 return answer
             self._admit(context)
+            if not method.is_large:
+                _require_usual(len(request))
             self._metrics.response_misses.inc()
             if len(request) > MAX_QUICK_BYTES:
                 self._require_room(len(request))
@@ -271,6 +283,7 @@ class Rpc:
                 meter.sent.inc()
                 return
             self._admit(context)
+            _require_usual(len(data))
             with self._working(caller, len(data)):
                 async with aclosing(method.answers(parsed(method.request, data))) as told:
                     async for answer in told:

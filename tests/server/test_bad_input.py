@@ -8,14 +8,20 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from perfcast.v1 import catalog_pb2, prediction_pb2
+from perfcast.v1 import catalog_pb2, planner_pb2, prediction_pb2
 from perfcast_client import Client, DecodeStep, DecodeTrajectory, EngineConfig, Mixed, PerfcastError, Prefill, errors
 
-from tests.server.running import Running, running
+from tests.server.running import PATIENCE_S, Running, running
 
 CONFIG = EngineConfig(model="Qwen/Qwen3-32B-FP8", system="h200_sxm", backend="trtllm", tp=4)
 HUGE = 2**31 - 1
+NOTHING = b"\x0a\x00" * (3 << 20)  # 3 million empty messages in the first field
+
+
+def tick(**group: Any) -> Message:
+    return planner_pb2.EvaluateTickRequest(groups=[planner_pb2.TickGroup(**group)])
 
 
 def changed(**values: Any) -> EngineConfig:
@@ -280,3 +286,24 @@ def test_a_message_beyond_the_limit_is_refused_by_grpc() -> None:
         with pytest.raises(errors.LimitExceeded, match="fewer points"):
             client.predict_many(CONFIG, DecodeStep(np.ones(20_000, int), 128, 2))
         assert client.predict(CONFIG, Prefill(1, 128)).latency_ms > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "limit"),
+    [
+        ("Planner/EvaluateTick", NOTHING, "message_bytes"),
+        ("Calibration/ImportState", NOTHING, "message_bytes"),
+        ("Search/Search", NOTHING, "message_bytes"),
+        ("Planner/EvaluateTick", planner_pb2.EvaluateTickRequest(groups=[planner_pb2.TickGroup()] * 5000), "groups"),
+        ("Planner/EvaluateTick", tick(workers=[planner_pb2.WorkerLoad()] * 70_000), "workers"),
+        ("Planner/EvaluateTick", tick(scenarios=[planner_pb2.Scenario()] * 70_000), "scenarios"),
+    ],
+)
+def test_requests_of_many_empty_messages_are_refused_before_they_are_looked_at(
+    served: Running, path: str, asked: Message | bytes, limit: str
+) -> None:
+    data = asked if isinstance(asked, bytes) else asked.SerializeToString()
+    with grpc.insecure_channel(served.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        list(channel.stream_stream(f"/perfcast.v1.{path}")(iter([data]), timeout=PATIENCE_S))
+    told = errors.from_call(caught.value.code(), caught.value.details(), caught.value.trailing_metadata())
+    assert (told.reason, told.details["limit"], told.retry_after_s) == ("LIMIT", limit, None)
