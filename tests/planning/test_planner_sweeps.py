@@ -46,6 +46,15 @@ def test_a_swept_engine_is_timed_by_the_steps_themselves():
     assert batch.min() == 1 and batch.max() <= 400_000 // 600 // 8
 
 
+def test_a_sweep_of_more_passes_than_anybody_reads_names_the_granularity_that_asks_for_them():
+    steps = pass_model("B").steps
+    many = {"decode_granularity": 60, "max_kv_tokens_per_rank": 2**32}
+    assert len(sweep_engine(steps, None, sweep(**many)).itl_ms) == 3600  # type: ignore[arg-type]
+    with pytest.raises(InvalidField, match="makes 3600 points, more than 2500") as caught:
+        sweep_engine(steps, None, sweep(**many, attention_dp=100))  # type: ignore[arg-type]
+    assert caught.value.details["field"] == "decode_granularity"
+
+
 def test_a_line_through_samples_of_a_line_is_that_line():
     x = np.arange(1.0, 20)
     line = fit_line(x, 3 + 0.5 * x)

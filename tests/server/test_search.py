@@ -331,6 +331,7 @@ async def test_the_asyncio_client_searches_too(served: Running) -> None:
         ({"targets": Targets(ttft_ms=-1)}, "targets.ttft_ms"),
         ({"targets": Targets(tpot_ms=float("nan"))}, "targets.tpot_ms"),
         ({"targets": Targets(ttft_ms=1e-308)}, "targets.ttft_ms"),
+        ({"targets": Targets(ttft_ms=float("inf"))}, "targets.ttft_ms"),
         ({"total_gpus": -4}, "total_gpus"),
         ({"modes": ("static",)}, "modes[0]"),
         ({"backends": ("vllm", "vllm")}, "backends"),

@@ -17,7 +17,8 @@ PREFILL_MARGIN = 512
 SHORTEST = 100
 LEAST_PREFILLS = 3
 MAX_GRANULARITY = 1000
-MAX_DECODES = 50_000  # points of decode in one sweep
+MAX_DECODES = 20_000  # points of decode in one sweep
+MAX_PASSES = 250_000  # what all ranks run in those
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,9 @@ def sweep_engine(steps: StepModel, memory: MemoryModel, sweep: Sweep) -> Swept:
         isl, ttft = isl[known], prefill.ms[known]
     length, requests = sweep.decode_points(limit)
     batch = np.maximum(requests // sweep.attention_dp, 1)
-    if len(length) > MAX_DECODES:
-        raise InvalidField("decode_granularity", f"makes {len(length)} points, more than {MAX_DECODES}", why="range")
+    most = min(MAX_DECODES, MAX_PASSES // sweep.attention_dp)
+    if len(length) > most:
+        raise InvalidField("decode_granularity", f"makes {len(length)} points, more than {most}", why="range")
     if len(length):
         decode = steps.decode(batch, length, DECODE_OSL)
         known = np.isfinite(decode.ms)

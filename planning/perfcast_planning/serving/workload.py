@@ -60,8 +60,8 @@ class Targets:
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "tpot_ms", "request_latency_ms"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidField(name, f"must be positive, not {value!r}", why="range")
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidField(name, f"must be positive and finite, not {value!r}", why="range")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
