@@ -18,7 +18,7 @@ import pytest
 from perfcast.v1 import calibration_pb2
 from perfcast_client import Client, EngineConfig, calibration, errors, planner
 from perfcast_client.calibration import LearningOptions
-from perfcast_client.planner_types import RankPass
+from perfcast_client.planner_types import Limits, RankPass
 from perfcast_server.settings import SettingsError
 
 from tests.server.running import PATIENCE_S, Running, eventually, running
@@ -89,6 +89,41 @@ def test_first_samples_are_held_to_fifteen_percent(client: Client) -> None:
     assert [kind.cold for kind in shown.kinds] == [False, True, False]
     client.ask(calibration.tune(A, "cold", measured(DECODE, native * 3), client_id="c", sequence=10))
     assert native_ms(client, DECODE, "cold") == pytest.approx(native * 2, rel=1e-12)
+
+
+def test_first_samples_of_other_work_leave_alone_what_was_learned_long_ago(client: Client) -> None:
+    decodes = [RankPass(decode_requests=batch, decode_kv_tokens=batch * 3075) for batch in range(5, 512, 6)]
+    learned = [iteration for work in decodes for iteration in measured(work, native_ms(client, work) * 1.6)]
+    asked = planner.capacity(A, isl=3000, osl=150, role="decode", state="warm")
+    native = client.ask(asked)
+    client.ask(calibration.tune(A, "warm", learned, client_id="c", sequence=1))
+    before = client.ask(asked)
+    assert native is not None and before is not None and before.rps == pytest.approx(native.rps / 1.6)
+    client.ask(calibration.tune(A, "warm", measured(RankPass(1, 500), 20.0), client_id="c", sequence=2))
+    after = client.ask(asked)
+    assert after is not None and (after.rps, after.corrections_held_back) == (before.rps, False)
+    prompts = [RankPass(1, tokens, 0, 40, 120_000) for tokens in range(100, 8000, 1000)]
+    mixed = [iteration for work in prompts for iteration in measured(work, native_ms(client, work) * 1.9)]
+    both = planner.capacity(A, isl=3000, osl=150, state="warm")
+    before = client.ask(both)
+    client.ask(calibration.tune(A, "warm", mixed, client_id="c", sequence=3))
+    after = client.ask(both)
+    assert before is not None and after is not None and before.rps / 1.15 <= after.rps <= before.rps * 1.15
+
+
+def test_first_samples_take_no_capacity_away(client: Client) -> None:
+    one = RankPass(decode_requests=1, decode_kv_tokens=3075)
+    native = native_ms(client, one)
+    asked = planner.capacity(
+        A, isl=3000, osl=150, role="decode", itl_s=native * 1.01 / 1000, on_infeasible="none", state="taken",
+        limits=Limits(max_num_seqs=1),
+    )  # fmt: skip
+    before = client.ask(asked)
+    assert before is not None and before.eligible
+    client.ask(calibration.tune(A, "taken", measured(one, native * 2, 6), client_id="c", sequence=1))
+    assert client.ask(asked) == dataclasses.replace(before, corrections_held_back=True, state_version=1)
+    client.ask(calibration.tune(A, "taken", measured(one, native * 2, 6), client_id="c", sequence=2))
+    assert client.ask(asked) is None
 
 
 def test_a_repeated_sequence_is_answered_and_not_learned(client: Client) -> None:

@@ -104,8 +104,8 @@ class Capacity:
 def capacity(model: PassModel, role: EngineRole, limits: EngineLimits, request: CapacityRequest) -> Capacity | None:
     """The best batch for a request shape under its targets, by a full scan: curves are not monotone (spec/07 5.3).
 
-    None where the shape asks nothing of this role, nothing fits, or the model is not ready. While corrections rest on
-    few observations, they may not move the rate by more than the model's cold-start factor.
+    None where the shape asks nothing of this role, nothing fits, or the model is not ready. Corrections that rest on
+    few observations may not move the rate by more than the model's cold-start factor, nor take it away.
     """
     if request.isl == 0 or (role.decodes and request.osl == 0):
         return None
@@ -118,9 +118,9 @@ def capacity(model: PassModel, role: EngineRole, limits: EngineLimits, request: 
         return None if scan is None else _select(request, scan)
 
     found, bound = best(model), model.options.cold_start_factor if model.is_cold else None
-    if found is not None and bound is not None:
-        base = best(model.uncorrected())
-        if base is not None and not base.rps / bound <= found.rps <= base.rps * bound:
+    if bound is not None:
+        base = best(model.warm())
+        if base is not None and not (found is not None and base.rps / bound <= found.rps <= base.rps * bound):
             return replace(base, held_back=True)
     return found
 

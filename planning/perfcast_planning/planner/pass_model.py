@@ -96,9 +96,10 @@ class PassModel:
         self.stores[kind] = self.stores[kind].restored(told)
         self._fits.clear()
 
-    def uncorrected(self) -> PassModel:
-        """The same model before it learned anything."""
-        return replace(self, stores={})
+    def warm(self) -> PassModel:
+        """The same model before it learned anything of the kinds that it has observed little of."""
+        stores = {kind: self.options.store(kind, True) for kind in KINDS if self.is_cold_for(kind)}
+        return replace(self, stores=self.stores | stores)
 
     def estimate(self, iterations: Iterations) -> F64:
         """ms (N,) of each iteration, the maximum over its ranks, corrected; NaN where a regression knows too little.
