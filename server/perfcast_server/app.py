@@ -132,6 +132,7 @@ class Server:
             raise SettingsError(error.message) from None
         self.engines.adopt(predictor, [ready])
         self._data = _data(predictor)
+        self._searchers.renew(self._data.version)
         await self.lifecycle.become(State.SERVING)
         self._run(self._refresh())
         self._run(self._bound())
@@ -169,8 +170,8 @@ class Server:
         (predictor, ready), self._next, old = self._next, None, self._data
         self.engines.adopt(predictor, ready)
         self._rpc.forget()
-        self._searchers.renew()
         self._data = _data(predictor)
+        self._searchers.renew(self._data.version)
         self.metrics.reloads.inc()
         self._tidy.due(renewed=True)
         log.info("data taken", extra={"version": self._data.version, "packs": self._data.packs})

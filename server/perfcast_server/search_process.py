@@ -1,6 +1,6 @@
-"""Where searches run: ``python -m perfcast_server.search_process SETTINGS``, with a Unix socket as standard input.
+"""Where searches run: ``python -m perfcast_server.search_process SETTINGS VERSION``, a Unix socket as standard input.
 
-It loads what a search needs, then forks a child for every socket that it is sent over its own. Over that, the child
+It opens the data, of that VERSION, and forks a child for every socket that it is sent over its own. Over that, a child
 takes frames of kind, length, payload: S(earch) or R(ecommend) with a request. It sends I(d) with the number of its
 process first, and for each request P(rogress) as it is made, then A(nswer) or E(rror). Who wants no answer kills it.
 """
@@ -26,7 +26,7 @@ from perfcast.v1 import search_pb2
 from perfcast_engine.predictor import Predictor
 
 from perfcast_server import logs, searching
-from perfcast_server.errors import refusal
+from perfcast_server.errors import ServiceError, refusal
 from perfcast_server.settings import Settings
 
 log = logging.getLogger("perfcast.search")
@@ -39,9 +39,10 @@ NICENESS = 10  # below the process that answers step queries
 class Searcher:
     """Answers the requests that come in on a socket, one after another."""
 
-    def __init__(self, settings: Settings, predictor: Predictor, end: socket.socket) -> None:
+    def __init__(self, settings: Settings, predictor: Predictor, is_current: bool, end: socket.socket) -> None:
         self._settings = settings
         self._predictor = predictor
+        self._is_current = is_current
         self._inbox, self._outbox = end.makefile("rb"), end.makefile("wb")
         self._asked: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
 
@@ -59,10 +60,13 @@ class Searcher:
                     log.error("unforeseen error", exc_info=error, extra={"incident": incident})
                 self._send(ERROR, told.detail().SerializeToString())
             if resident_bytes() > self._settings.max_engine_bytes:
-                self._predictor = Predictor(roots=self._settings.data)  # forgets the tables of all systems asked about
+                self._predictor.catalog.let_go()
                 gc.collect()
 
     def _answer(self, kind: bytes, data: bytes) -> bytes:
+        if not self._is_current:
+            told = "the data on disk are not those that this server answers from: let it reload, or put those back"
+            raise ServiceError("DATA_REFUSED", told)
         if kind == RECOMMEND:
             asked = search_pb2.RecommendRequest.FromString(data)
             return searching.recommend(asked, self._predictor, self._settings).SerializeToString()
@@ -105,6 +109,7 @@ def main() -> None:
     settings = Settings(**told | {"data": tuple(told["data"])})
     logs.configure(settings.log_level, settings.log_format)
     predictor = Predictor(roots=settings.data)
+    is_current = predictor.catalog.digest() == sys.argv[2]
     gc.collect()
     gc.freeze()  # collections in children would copy what they share
     with socket.socket(fileno=sys.stdin.fileno()) as own:
@@ -115,7 +120,9 @@ def main() -> None:
             with socket.socket(fileno=ends[0]) as end:
                 if os.fork() == 0:
                     own.close()
-                    Searcher(settings, predictor, end).run()
+                    Searcher(settings, predictor, is_current, end).run()
+            if not is_current:
+                break  # the next one may be
     with contextlib.suppress(ChildProcessError):
         os.wait()  # stays until the last child has ended
 

@@ -31,7 +31,7 @@ class Searchers:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings = settings
-        self._nursery = Nursery(settings)
+        self._nursery = Nursery(settings, "")
         self._asked = 0
         self._working: set[Child] = set()
         self._idle: list[Child] = []  # what worked last is used first
@@ -79,10 +79,10 @@ class Searchers:
             child.kill()
         return None
 
-    def renew(self) -> None:
-        """Search in data read anew from now on; what is in work goes on with the old."""
+    def renew(self, version: str) -> None:
+        """Search in data of that version from now on; what is in work goes on with the old."""
         self._let_go()
-        self._nursery = Nursery(self._settings)
+        self._nursery = Nursery(self._settings, version)
 
     def _let_go(self) -> None:
         while self._idle:
@@ -117,8 +117,9 @@ async def _within(answers: AsyncGenerator[bytes], limit_s: float) -> AsyncGenera
 class Nursery:
     """The process that searchers are forked from, warm from their first moment; started with the first one."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, version: str) -> None:
         self._settings = settings
+        self._version = version
         self._starting = asyncio.Lock()
         self._process: Process | None = None
         self._control: socket.socket | None = None
@@ -145,6 +146,7 @@ class Nursery:
                         "-m",
                         "perfcast_server.search_process",
                         json.dumps(asdict(self._settings)),
+                        self._version,
                         stdin=theirs.fileno(),
                         env=child_environment() | ONE_THREAD,
                     )
@@ -197,6 +199,7 @@ class Child:
             self.free = told != PROGRESS
             if told == ERROR:
                 detail = common_pb2.ErrorDetail.FromString(data)
+                self.free = detail.reason != "DATA_REFUSED"  # another child may see others
                 raise ServiceError(detail.reason, detail.message, **detail.metadata)
             yield data
 

@@ -291,6 +291,29 @@ def test_a_search_is_made_in_the_new_data(place: Place, alone: Running) -> None:
         assert versions[0].isdisjoint(versions[1])
 
 
+def test_a_search_is_made_in_the_data_that_are_in_use_or_not_at_all(place: Place, alone: Running) -> None:
+    from perfcast_client import SearchTask, Workload
+
+    def found(top: int) -> set[str]:
+        task = SearchTask(engine=replace(ROOFLINE, tp=1), workload=Workload(isl=900, osl=90), total_gpus=4, top=top)
+        told = ada.search_result(task, SEARCH_PATIENCE_S)
+        return {engine.stamp.data_version for engine in told.experiments[0].engines}
+
+    with client(alone.address) as ada:
+        ada.reload_data()
+        place.put(faster(2))
+        for top in (1, 2):
+            with pytest.raises(errors.DataRefused, match="reload, or put those back"):
+                found(top)
+        place.put(SHEET)
+        version = {ada.predict(ROOFLINE, STEP).engine.data_version}
+        assert found(3) == version
+        place.put("gpu: [\n")
+        with pytest.raises(errors.DataRefused):
+            ada.reload_data()
+        assert found(4) == version
+
+
 def test_a_pack_replaced_by_another_file_of_its_name_is_read_from_the_old_one(place: Place, alone: Running) -> None:
     """Tables are read when they are asked for: those of the old data also after the file has been replaced."""
     shutil.copy(PACK, place.pack)
