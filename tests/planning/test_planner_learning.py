@@ -157,3 +157,10 @@ def test_the_first_samples_move_no_capacity_by_more_than_the_cold_start_factor(r
             moved.add(after.held_back or after.rps != before.rps)
     assert moved == {False, True}
     assert not after.held_back
+
+
+def test_a_model_that_keeps_few_observations_is_warm_with_as_many():
+    model = corrected(cold_start_factor=1.15, max_observations=6)
+    for sample in range(1, 9):
+        model.tune(Iterations.of([[RankRecord(1, 100 * sample, wall_time_s=1.0)]]))
+        assert model.is_cold is (sample < 6)

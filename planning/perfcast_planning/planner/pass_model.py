@@ -27,7 +27,8 @@ NUMBERS = ("max_observations", "min_observations", "bucket_count", *BOUNDS.value
 @dataclass(frozen=True, slots=True)
 class LearningOptions:
     """How observations are kept and used. ``cold_start_factor``: while a kind of work has fewer than
-    ``cold_start_observations``, its factors stay within [1/f, f]; None leaves them free as the reference does."""
+    ``cold_start_observations``, or all that are kept, its factors stay within [1/f, f]; None leaves them free as the
+    reference does."""
 
     max_observations: int = 64
     min_observations: int = 5
@@ -180,8 +181,9 @@ class PassModel:
         return any(self.is_cold_for(kind) for kind in KINDS)
 
     def is_cold_for(self, kind: Kind) -> bool:
-        held = self.steps is not None and self.options.cold_start_factor is not None
-        return held and 0 < len(self.stores[kind]) < self.options.cold_start_observations
+        options = self.options
+        held = self.steps is not None and options.cold_start_factor is not None
+        return held and 0 < len(self.stores[kind]) < min(options.cold_start_observations, options.max_observations)
 
     def _ready(self, kind: Kind) -> bool:
         return len(self.stores[kind]) >= self.options.min_observations
