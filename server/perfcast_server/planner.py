@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -13,13 +13,11 @@ from google.protobuf.message import Message
 from perfcast.v1 import common_pb2, planner_pb2
 from perfcast_engine.answer import F64
 from perfcast_engine.errors import EngineError
-from perfcast_planning.planner.bootstrap import Sweep, Swept, sweep_engine
 from perfcast_planning.planner.capacity import Capacity, CapacityRequest, Objective, OnInfeasible, capacity
-from perfcast_planning.planner.latency_law import LawBox, Line, fit_latency_law
 from perfcast_planning.planner.pass_model import PassModel
 from perfcast_planning.planner.queries import Outlook, Scenario, outlooks
 
-from perfcast_server import loads
+from perfcast_server import loads, sweeps
 from perfcast_server.engines import Engines, Ready
 from perfcast_server.errors import ServiceError, invalid, refusal
 from perfcast_server.rpc import Method, ServerStream, Unary
@@ -31,25 +29,6 @@ OBJECTIVES = (Objective.THROUGHPUT, Objective.THROUGHPUT, Objective.LATENCY)
 INFEASIBLE = (OnInfeasible.CLOSEST, OnInfeasible.CLOSEST, OnInfeasible.MAX_RPS, OnInfeasible.NONE)
 USUAL = ("usual_prefill_tokens_per_rank", "usual_prefill_requests_per_rank")
 MAX_GROUPS, MAX_WORKERS, MAX_SCENARIOS = 4096, 65_536, 65_536  # of a tick
-RANKS_PER_MESSAGE = 256  # of a bootstrap: others have their turn between messages
-LAW_FIELDS = {
-    "min_batch": "min_batch_per_rank",
-    "max_batch": "max_batch_per_rank",
-    "isl": "isl_tokens",
-    "osl": "osl_tokens",
-    "min_input_tokens": "min_input_tokens",
-    "max_input_tokens": "max_input_tokens",
-    "max_prompts": "max_prompts_per_rank",
-    "max_num_batched_tokens": "max_num_batched_tokens_per_rank",
-}
-SWEEP_FIELDS = {
-    "isl": "isl_tokens",
-    "osl": "osl_tokens",
-    "max_context_tokens": "max_context_tokens",
-    "max_kv_tokens_per_rank": "max_kv_tokens_per_rank",
-    "max_concurrency": "max_concurrency_total",
-}
-BOOTSTRAP_DEFAULTS = {"isl": 3000, "osl": 150, "max_context_tokens": 16384}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +65,8 @@ class Planner:
             self._question("DecodeItl", p.DecodeItlRequest, _decode_itl),
             self._question("Capacity", p.CapacityRequest, _capacity),
             Unary("EvaluateTick", p.EvaluateTickRequest, self.evaluate_tick, pure=lambda request: False),
-            ServerStream("Bootstrap", p.BootstrapRequest, self.bootstrap),
-            Unary("FitLatencyLaw", p.FitLatencyLawRequest, self.fit_latency_law),
+            ServerStream("Bootstrap", p.BootstrapRequest, partial(sweeps.bootstrap, self._engines)),
+            Unary("FitLatencyLaw", p.FitLatencyLawRequest, partial(sweeps.fit_latency_law, self._engines)),
         )
 
     def _question(self, name: str, request: type[Message], answer: Callable[[Any, Timed], Message]) -> Unary:
@@ -155,42 +134,6 @@ class Planner:
             except (EngineError, ServiceError) as error:
                 answers.append(planner_pb2.TickAnswer(error=refusal(error).detail()))
         return planner_pb2.EvaluateTickResponse(groups=answers)
-
-    async def bootstrap(self, request: planner_pb2.BootstrapRequest) -> AsyncGenerator[Message]:
-        ready = await self._engines.of(request)
-        sweep = _sweep(request, ready.engine.config.parallel.attn_dp)
-        swept = await self._engines.off_loop(lambda: sweep_engine(ready.engine.steps, ready.engine.memory, sweep))
-        yield planner_pb2.BootstrapResponse(
-            header=planner_pb2.BootstrapHeader(
-                engine=ready.stamp,
-                attention_dp=sweep.attention_dp,
-                gpus_total=ready.engine.config.parallel.gpus,
-                max_kv_tokens_total=swept.max_kv_tokens,
-                largest_batch_per_rank=swept.largest_batch_per_rank,
-                prefill_points=len(swept.ttft_ms),
-                decode_points=len(swept.itl_ms),
-            )
-        )
-        points = _points(swept, sweep.attention_dp)
-        while part := list(islice(points, max(1, RANKS_PER_MESSAGE // sweep.attention_dp))):
-            yield planner_pb2.BootstrapResponse(points=planner_pb2.BootstrapPoints(points=part))
-
-    async def fit_latency_law(self, request: planner_pb2.FitLatencyLawRequest) -> Message:
-        ready = await self._engines.of(request)
-        given = {name: getattr(request.box, field) for name, field in LAW_FIELDS.items()}
-        with loads.named("box", LAW_FIELDS):
-            box = LawBox(**{name: value for name, value in given.items() if value})
-        law = await self._engines.off_loop(lambda: fit_latency_law(ready.engine.steps, box))
-        return planner_pb2.FitLatencyLawResponse(
-            engine=ready.stamp,
-            box=planner_pb2.LawBox(**{field: getattr(box, name) for name, field in LAW_FIELDS.items()}),
-            alpha_ms=law.itl.intercept_ms,
-            beta_ms_per_request=law.itl.slope_ms,
-            gamma_ms=law.ttft.intercept_ms,
-            delta_ms_per_token=law.ttft.slope_ms,
-            itl_fit=_quality(law.itl),
-            ttft_fit=_quality(law.ttft),
-        )
 
 
 def _queue_drain(request: planner_pb2.QueueDrainRequest, asked: Timed) -> Message:
@@ -314,39 +257,4 @@ def _outlook_message(told: Outlook, index: int) -> planner_pb2.Outlook:
     error = told.errors.get(index)
     return planner_pb2.Outlook(
         drain_s=value(told.drain_s), itl_s=value(told.itl_s), error=None if error is None else refusal(error).detail()
-    )
-
-
-def _sweep(request: planner_pb2.BootstrapRequest, attention_dp: int) -> Sweep:
-    given = {name: getattr(request, field) for name, field in SWEEP_FIELDS.items()}
-    with loads.named("", SWEEP_FIELDS):
-        return Sweep(
-            prefill_granularity=request.prefill_granularity,
-            decode_granularity=request.decode_granularity,
-            attention_dp=attention_dp,
-            **(BOOTSTRAP_DEFAULTS | {name: value for name, value in given.items() if value}),
-        )
-
-
-def _points(swept: Swept, ranks: int) -> Iterator[planner_pb2.BootstrapPoint]:
-    for isl, ms in zip(swept.prefill_isl.tolist(), swept.ttft_ms.tolist(), strict=True):
-        work: dict[str, Any] = {"prefill_requests": 1, "prefill_tokens": int(isl), "wall_time_s": ms / 1000}
-        yield _point(planner_pb2.POINT_TYPE_PREFILL, ranks, work)
-    columns = (swept.decode_context, swept.decode_requests_per_rank, swept.itl_ms)
-    for context, batch, ms in zip(*(column.tolist() for column in columns), strict=True):
-        work = {"decode_requests": int(batch), "decode_kv_tokens": int(context * batch), "wall_time_s": ms / 1000}
-        yield _point(planner_pb2.POINT_TYPE_DECODE, ranks, work)
-
-
-def _point(kind: Any, ranks: int, work: dict[str, Any]) -> planner_pb2.BootstrapPoint:
-    passes = [planner_pb2.RankPass(dp_rank=rank, **work) for rank in range(ranks)]
-    return planner_pb2.BootstrapPoint(type=kind, ranks=passes)
-
-
-def _quality(line: Line) -> planner_pb2.FitQuality:
-    return planner_pb2.FitQuality(
-        r_squared=line.r_squared,
-        worst_error_ms=line.worst_error_ms,
-        worst_relative_error=line.worst_relative_error,
-        samples=line.samples,
     )

@@ -16,9 +16,7 @@ from perfcast_engine import Predictor
 from perfcast_planning.planner import capacity as own_capacity
 from perfcast_planning.planner.engine_work import EngineLimits, EngineRole
 from perfcast_planning.planner.pass_model import PassModel
-from perfcast_server import planner as service
-from perfcast_server import wire
-from perfcast_server.states import States
+from perfcast_server import sweeps, wire
 
 from tests.planning.test_planner_examples import EXAMPLES
 from tests.server.running import Running
@@ -175,20 +173,19 @@ def test_many_bootstrap_points_come_in_several_messages(client: Client) -> None:
 
 def test_a_long_bootstrap_is_laid_out_message_by_message(served: Running, client: Client, monkeypatch) -> None:
     laid_out, sizes, before = [], [], []
-    own_point = service._point
+    own_point = sweeps._point
 
     def counted(kind, ranks, work):
         laid_out.append(ranks)
         return own_point(kind, ranks, work)
 
     async def collect() -> None:
-        settings = served.server.settings
-        async for message in service.Planner(served.server.engines, States("", 0), settings).bootstrap(call.request):
+        async for message in sweeps.bootstrap(served.server.engines, call.request):
             before.append(sum(laid_out))
             sizes.append(sum(len(point.ranks) for point in message.points.points))
 
     call = planner.bootstrap(client.resolve(B), max_kv_tokens_per_rank=100_000, decode_granularity=30)
-    monkeypatch.setattr(service, "_point", counted)
+    monkeypatch.setattr(sweeps, "_point", counted)
     served.do(collect())
     assert before == list(itertools.accumulate(sizes)) and len(sizes) > 10 and max(sizes) <= 256
 
