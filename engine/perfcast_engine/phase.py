@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -118,7 +118,8 @@ def _looked_up(table: CountTable, x: F64) -> StepResult:
     except EngineError as error:
         n, misses = len(x), [(np.ones(len(x), np.bool_), error.bare())]
         return StepResult(np.full(n, np.nan), Summed((), n), np.zeros(n, np.uint8), np.zeros(n), misses)
-    return replace(column, misses=_missed(table, x, column.ms))
+    column.misses.extend(_missed(table, x, column.ms))
+    return column
 
 
 def _missed(table: CountTable, x: F64, ms: F64) -> list[Miss]:

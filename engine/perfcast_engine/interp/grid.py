@@ -17,6 +17,8 @@ Query = tuple[F64 | float, ...]  # as Coords, but a number may stand for all poi
 Sol = Callable[..., F64]  # one array per axis -> ms
 Ints = NDArray[np.int64]
 
+FEW = 64  # queries that are not worth a look at what rows reach them
+
 
 class Level(NamedTuple):
     """One axis of the tree: the keys of all nodes, and where each parent's children start. known: the distinct keys;
@@ -90,7 +92,7 @@ class Grid:
         nodes = np.zeros((1, len(query[0])), np.int64)
         steps = []
         for level, c in zip(self.levels, query, strict=True):
-            if level is self.levels[-1]:
+            if level is self.levels[-1] and len(c) > FEW:
                 low, high = level.keys[level.start[nodes]], level.keys[level.start[nodes + 1] - 1]
                 reached = ((low <= c) & (c <= high)).any(axis=0)
                 if not reached.all():

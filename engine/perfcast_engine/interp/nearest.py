@@ -123,7 +123,7 @@ def _squares(samples: F64, queries: F64) -> F64:
 def _least(squares: F64, count: int) -> tuple[Index, F64]:
     """Places and roots, (count, Q), of the least of each row of ``squares`` (Q, N), ascending by (root, place)."""
     rows, columns = squares.shape
-    least, left = np.empty((count, rows), np.intp), np.ones(rows, np.bool_)
+    least, left = np.empty((count, rows), np.intp), slice(None)
     if columns <= NARROW:
         bits = (columns - 1).bit_length()
         keys = squares.view(np.int64) & -1 << bits  # which sort as the squares do, but for the last bits
@@ -133,7 +133,8 @@ def _least(squares: F64, count: int) -> tuple[Index, F64]:
         least = keys[:count] & ~(-1 << bits)
         left = ((keys[1:] >> bits) - (keys[:-1] >> bits) <= 1).any(axis=0)
     roots = np.sqrt(squares[left])
+    each = np.arange(len(roots))
     for rank in range(count if len(roots) else 0):
-        least[rank, left] = roots.argmin(axis=1)
-        roots[np.arange(len(roots)), least[rank, left]] = np.inf
+        least[rank, left] = at = roots.argmin(axis=1)
+        roots[each, at] = np.inf
     return least, np.sqrt(squares.take(least + np.arange(rows) * columns))
