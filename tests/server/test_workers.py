@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 from perfcast_client import Client, EngineConfig, Prefill, SearchTask, Workload, calls
+from perfcast_engine import Predictor
 from perfcast_server.search_process import ID
 from perfcast_server.settings import Settings, child_environment
 from perfcast_server.totals import Totals
@@ -123,10 +124,11 @@ def test_searches_end_with_their_server_whatever_it_had_not_heard_of_them() -> N
 
 def test_a_search_whose_caller_left_before_it_began_ends_without_a_word() -> None:
     control, theirs = socket.socketpair()
+    version = Predictor().catalog.digest()
     with control:
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "perfcast_server.search_process", json.dumps(asdict(Settings()))],
+                [sys.executable, "-m", "perfcast_server.search_process", json.dumps(asdict(Settings())), version],
                 stdin=theirs.fileno(),
                 stderr=subprocess.PIPE,
                 env=child_environment(),
