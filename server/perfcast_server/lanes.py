@@ -18,7 +18,8 @@ from perfcast_server.metrics import Metrics
 from perfcast_server.settings import Settings
 
 T = TypeVar("T")
-PATIENCE = {"steps": 1, "work": 1, "loads": 10, "states": 10}  # of --max-wait-s: loaded is once, and learned for long
+# times --max-wait-s: planners ask of all their engines at once, loaded is once, and learned for long
+PATIENCE = {"steps": 1, "work": 1, "questions": 10, "loads": 10, "states": 10}
 CALM_S = 0.25  # without a refusal, and an overload is over
 FIRST_GUESS_S = 0.005  # per unit of cost, until the first work is done
 FORGET = 0.1  # weight of the newest measurement in the mean
@@ -132,16 +133,17 @@ class Lane:
 
 
 class Lanes:
-    """One lane for each kind of work, so that none waits for another kind: ``steps`` by points, other ``work``,
-    ``loads`` of engines and their surfaces, and what is learned, one change of ``states`` after another."""
+    """One lane for each kind of work, so that none waits for another kind: ``steps`` by points, ``questions`` of
+    planners, other ``work``, ``loads`` of engines and their surfaces, and what is learned, one change of ``states``
+    after another."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         threads = settings.threads or max(2, os.cpu_count() or 2)
-        self.steps, self.work, self.loads, self.states = (
+        self.steps, self.work, self.questions, self.loads, self.states = (
             Lane(name, 1 if name == "states" else threads, patience * settings.max_wait_s, metrics)
             for name, patience in PATIENCE.items()
         )
 
     def close(self) -> None:
-        for lane in (self.steps, self.work, self.loads, self.states):
+        for lane in (self.steps, self.work, self.questions, self.loads, self.states):
             lane.close()

@@ -74,7 +74,7 @@ class Planner:
 
         async def in_turn(request: Any) -> Message:
             asked = await self.timed(request)
-            told = await self._engines.off_loop(lambda: answer(request, asked))
+            told = await self._engines.lanes.questions.run(lambda: answer(request, asked))
             if asked.ready is not None:
                 self._warm.add(asked.ready)
             return told
@@ -84,7 +84,7 @@ class Planner:
             ready = self._engines.ready(request) if small and _stateless(request) else None
             if ready is None or ready not in self._warm:
                 return None
-            return self._engines.lanes.work.at_once(lambda: answer(request, Timed(ready.passes, ready, 0)))
+            return self._engines.lanes.questions.at_once(lambda: answer(request, Timed(ready.passes, ready, 0)))
 
         return Unary(name, request, in_turn, at_once, pure=_stateless)
 
@@ -115,7 +115,7 @@ class Planner:
                 not_ready=unknown.tolist(),
             )
 
-        return await self._engines.off_loop(answer)
+        return await self._engines.lanes.questions.run(answer)
 
     async def evaluate_tick(self, request: planner_pb2.EvaluateTickRequest) -> Message:
         loads.check_count(len(request.groups), MAX_GROUPS, "groups")
@@ -130,7 +130,7 @@ class Planner:
         for group in request.groups:
             try:
                 asked = await self.timed(group)
-                answers.append(await self._engines.off_loop(lambda g=group, a=asked: _tick(g, a)))  # type: ignore[misc]
+                answers.append(await self._engines.lanes.questions.run(lambda g=group, a=asked: _tick(g, a)))  # type: ignore[misc]
             except (EngineError, ServiceError) as error:
                 answers.append(planner_pb2.TickAnswer(error=refusal(error).detail()))
         return planner_pb2.EvaluateTickResponse(groups=answers)

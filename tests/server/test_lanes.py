@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from perfcast_client import Client, DecodeTrajectory, EngineConfig, Prefill, errors
+from perfcast_client import (
+    AsyncClient,
+    Client,
+    DecodeTrajectory,
+    EngineConfig,
+    Prefill,
+    Static,
+    Workload,
+    errors,
+    planner,
+)
 from perfcast_server.errors import ServiceError
 from perfcast_server.lanes import CALM_S, SHORT_S, Lane
 from perfcast_server.metrics import Metrics
@@ -252,3 +262,15 @@ def test_a_search_that_takes_too_long_is_ended() -> None:
         with pytest.raises(errors.DeadlineExceeded) as caught:
             client.search_result(task)
         assert caught.value.details["limit"] == "max_search_s"
+
+
+async def test_a_planner_asks_of_many_engines_at_once_also_where_others_have_asked_for_long_work() -> None:
+    with running() as served:
+        async with AsyncClient(served.address, deadline_s=PATIENCE_S) as client:
+            engine = await client.resolve(CONFIG)
+            for batch in range(1, 6):  # a lane learns how long its work takes
+                task = Static(engine=engine, batch=batch, stride=1)
+                await client.estimate(task, Workload(isl=1000, osl=3000))
+            asked = (planner.capacity(engine, isl=1000 + n, osl=100) for n in range(40))
+            told = await asyncio.gather(*map(client.ask, asked))
+    assert all(found is not None for found in told)
