@@ -20,7 +20,7 @@ OF_POOL = ("batch", "workers", "latency_correction")
 
 
 @click.command()
-@click.option("--mode", type=click.Choice(MODES), help="[default: disagg with --prefill and --decode, else agg]")
+@click.option("--mode", type=click.Choice(MODES), help="[default: disagg with --prefill, --decode or --afd, else agg]")
 @options.engine_options()
 @click.option("--batch", default=128, show_default=True, help="requests per attention-DP rank")
 @click.option("--ctx-tokens", type=int, help="prefill tokens of an iteration  [default: isl]")
@@ -36,7 +36,10 @@ OF_POOL = ("batch", "workers", "latency_correction")
 @sourced
 def estimate(mode: str | None, server: str | None, data: str | None, json_: bool, **given: Any) -> None:
     """Estimate what one deployment delivers: TTFT, TPOT, throughput, memory."""
-    mode = mode or ("disagg" if given["prefill"] and given["decode"] else "agg")
+    pools = [f"--{name}" for name in ("prefill", "decode", "afd") if given[name]]
+    mode = mode or ("disagg" if pools else "agg")
+    if pools and mode != "disagg":
+        raise click.UsageError(f"{pools[0]} is for --mode disagg")
     found = connected(server, data).estimate(
         deployment(mode, given),
         options.workload(given),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 from perfcast_client.client import Client
-from perfcast_client.errors import PerfcastError
+from perfcast_client.errors import PerfcastError, Unsupported
 
 from perfcast_cli.access import access, secured
 from perfcast_cli.output import as_json
@@ -18,5 +18,7 @@ def reload(server: str) -> None:
     with Client(server, **access()) as client:
         try:
             as_json(client.reload_data().to_dict())
+        except Unsupported:
+            raise click.ClickException(f"the server at {server} was not started with --admin") from None
         except PerfcastError as error:
             raise click.ClickException(f"{error.message} [{error.reason or error.code}]") from None

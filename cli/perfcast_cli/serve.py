@@ -61,6 +61,7 @@ def _say_ready(server: Any) -> None:
     seconds = time.perf_counter() - PROCESS_BEGAN
     click.echo(f"perfcast is ready on {server.address} after {seconds:.2f} s. Try in another terminal:")
     program = sys.argv[0] if Path(sys.argv[0]).name == "perfcast" else "perfcast"
-    token = " --token-file FILE_OF_YOUR_TOKEN" if server.settings.token_file else ""
-    click.echo(f"  {program} {EXAMPLE.format(address=server.address)}{token}")
+    access = " --tls-ca FILE_OF_ITS_CA" if server.settings.tls_cert else ""
+    access += " --token-file FILE_OF_YOUR_TOKEN" if server.settings.token_file else ""
+    click.echo(f"  {program} {EXAMPLE.format(address=server.address)}{access}")
     sys.stdout.flush()

@@ -12,8 +12,8 @@ from perfcast_cli.output import table
 from perfcast_cli.rows import label
 
 STATUS = {
-    "no_memory": "the model fits no mapping",
-    "no_kv": "the KV cache fits no mapping",
+    "no_memory": "the weights fit no mapping: give more GPUs or a quantised model",
+    "no_kv": "the KV cache fits no mapping: give more GPUs or a shorter request",
     "no_data": "nothing of what fits is measured",
     "failed": "no mapping can be built",
     "unmet": "nothing meets the targets",
@@ -48,9 +48,8 @@ def gpus(deployment: Deployment) -> int:
 def search_result(result: SearchResult, plot: bool = True, load: str = "") -> None:
     """The best of every experiment, then the picks of each, then the fronts."""
     first = next((e.engines[0] for e in result.experiments if e.engines), None)
-    model = first.config.model if first else "the model"
-    place = first.stamp.system if first else ""
-    click.echo(f"{model} on {place}{_budget(result, load)}: isl {result.isl}, osl {result.osl}, prefix {result.prefix}")
+    what = f"{first.config.model} on {first.stamp.system}" if first else "nothing can be deployed"
+    click.echo(f"{what}{_budget(result, load)}: isl {result.isl}, osl {result.osl}, prefix {result.prefix}")
     click.echo(f"targets: {targets(result)}; profile {result.profile}\n")
     _best(result)
     for experiment in result.experiments:

@@ -46,7 +46,7 @@ class InvalidRequest(PerfcastError, ValueError):
 
 def refused(field: str, value: object, why: str) -> InvalidRequest:
     """For what the client need not ask the server about."""
-    text = f"{field}: {value!r:.60} {why}"
+    text = f"{field}: {why}" if value is None else f"{field}: {value!r:.60} {why}"
     return InvalidRequest(text, reason="INVALID_FIELD", code="INVALID_ARGUMENT", details={"field": field})
 
 

@@ -115,7 +115,8 @@ def capacity(
     legacy_rank_split: bool = False,
     legacy_single_request: bool = False,
 ) -> Call[Capacity | None]:
-    """The request rate that one engine sustains; None where nothing is asked of its role or nothing fits."""
+    """The request rate that one engine sustains; None where nothing is asked of its role or nothing fits. A target on
+    what the role does not produce, such as TTFT of a decode engine, is never met."""
     request = planner_pb2.CapacityRequest(
         state_name=state,
         objective=_word("objective", OBJECTIVES, objective),

@@ -27,7 +27,7 @@ class Watched:
         try:
             self.value = read(*paths)
         except OSError as error:
-            raise SettingsError(f"cannot read {what}: {error.strerror}") from None
+            raise SettingsError(f"cannot read {what}: {error.filename or ', '.join(paths)}: {error.strerror}") from None
 
     def refresh(self) -> bool:
         """Whether there is a new value."""

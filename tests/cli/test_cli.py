@@ -166,9 +166,16 @@ def test_serve_refuses_bad_settings_in_one_line(tmp_path) -> None:
     bad.write_bytes(b"\xff\xfe\xfa")
     assert "is no text in UTF-8" in run("serve", "--config", str(bad), code=1)
     assert "Error: workers: 0 is less than 1" in run("serve", "--workers", "0", code=1)
+    for flags in (["--token-file", "no.such"], ["--tls-cert", "no.such", "--tls-key", "no.such"]):
+        assert "no.such: No such file" in run("serve", "--port", "0", "--metrics-port", "-1", *flags, code=1)
     nowhere = str(tmp_path / "nowhere" / "socket")
     text = run("serve", "--port", "0", "--metrics-port", "-1", "--unix-socket", nowhere, code=1)
     assert f"Error: cannot listen on unix:{nowhere}: it is in use, or its folder is missing" in text
+
+
+def test_a_reload_that_the_server_does_not_offer_is_told(served: Running) -> None:
+    text = run("reload", "--server", served.address, code=1)
+    assert text == f"Error: the server at {served.address} was not started with --admin\n"
 
 
 def test_a_port_in_use_is_told(served: Running) -> None:

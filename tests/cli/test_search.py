@@ -94,6 +94,18 @@ def test_recommend_finds_the_fewest_gpus() -> None:
     assert "exactly one" in run("recommend", *MODEL, *LOAD, *asked, code=1)
 
 
+def test_pools_are_not_left_out_of_an_estimate_of_one_engine() -> None:
+    asked = ["--mode", "agg", "--prefill", "tp=4,batch=1"]
+    assert "--prefill is for --mode disagg" in run("estimate", *MODEL, "--backend", "trtllm", *LOAD, *asked, code=2)
+
+
+def test_a_search_for_what_fits_nowhere_says_what_would_help() -> None:
+    model = ["--model", "meta-llama/Meta-Llama-3.1-405B", "--system", "l40s", "--gpus", "1"]
+    text = run("search", *model, "--backend", "trtllm", *LOAD, code=1)
+    assert text.startswith("nothing can be deployed, 1 GPUs: isl ")
+    assert "give more GPUs or a quantised model" in text
+
+
 def test_estimates_of_every_kind() -> None:
     pools = ["--prefill", "tp=4,batch=1,workers=5", "--decode", "tp=4,batch=64,workers=3"]
     told = json.loads(run("estimate", *MODEL, "--backend", "trtllm", *LOAD, *pools, "--profile", "reference", "--json"))
@@ -114,6 +126,9 @@ def test_estimates_of_every_kind() -> None:
     [
         (["estimate", *MODEL, "--backend", "trtllm", "--mode", "disagg"], "prefill"),
         (["estimate", *MODEL, "--backend", "trtllm", "--prefill", "tp=4", "--decode", "tp=4"], "prefill.batch"),
+        (["estimate", *MODEL, "--backend", "trtllm", "--prefill", "tp=4,batch=1"], "decode: is missing"),
+        (["estimate", *MODEL, "--backend", "trtllm", "--decode", "tp=4,batch=1"], "prefill: is missing"),
+        (["estimate", *MODEL, "--backend", "trtllm", "--afd", "attention_nodes=1,ffn_nodes=1"], "prefill: is missing"),
         (["estimate", *MODEL, "--backend", "trtllm", "--prefill", "tq=4", "--decode", "tp=4"], "prefill: 'tq=4'"),
         (["estimate", *MODEL, "--backend", "trtllm", "--batch", "0"], "batch_per_rank"),
         (["search", *MODEL, "--space", "tp=one"], "space"),
