@@ -21,7 +21,7 @@ from perfcast_surface.arrays import F64, Ints, Sol
 from perfcast_surface.lines import COUNTS, ROWS, Lines
 
 CELLS = 1 << 21  # of the largest plane that is worth its memory
-INTEGERS = 1 << 18  # knots below this are found by reading a list of all integers
+INTEGERS = 1 << 18  # queries below this are placed among knots by reading a list of all integers
 FEW = 64  # queries that are not worth making that list
 
 
@@ -53,16 +53,21 @@ class Axis:
         return knots
 
     @cached_property
-    def _by_integer(self) -> NDArray[np.uint16]:
+    def _by_integer(self) -> NDArray[Any]:
         """How many knots are at or below 0, 1, 2 ... and one more than the last knot."""
-        return self.knots.searchsorted(np.arange(self.knots[-1] + 2), "right").astype(np.uint16)
+        end = min(self.knots[-1] + 2, INTEGERS)
+        return self.knots.searchsorted(np.arange(end), "right").astype(np.min_scalar_type(len(self.knots)))
+
+    def rank(self, c: F64 | Ints) -> NDArray[np.intp]:
+        """How many knots are at or below each query; of a query below 0 nothing is said."""
+        if len(c) > FEW and (self.knots[-1] < INTEGERS - 1 or c.max() < INTEGERS):
+            floor = np.minimum(c, self.knots[-1] + 1).astype(np.intp)  # knots are integers
+            low: NDArray[np.intp] = self._by_integer.take(floor, mode="clip").astype(np.intp)
+            return low
+        return self.knots.searchsorted(c, "right")
 
     def cell(self, c: F64 | Ints) -> Cell:
-        if len(c) > FEW and self.knots[-1] < INTEGERS:
-            floor = np.minimum(c, self.knots[-1] + 1).astype(np.intp)  # knots are integers
-            low = self._by_integer.take(floor, mode="clip").astype(np.intp)
-        else:
-            low = self.knots.searchsorted(c, "right")
+        low = self.rank(c)
         weight = (c - self._origin.take(low)) / self._width.take(low)
         return Cell(low, low + (weight > 0), weight)
 

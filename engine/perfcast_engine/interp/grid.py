@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from perfcast_surface.plane import Axis
 
 from perfcast_engine.answer import F64, Mask
 
@@ -26,7 +27,7 @@ class Level(NamedTuple):
 
     keys: F64
     start: Ints
-    known: F64
+    known: Axis
     last: Ints
 
 
@@ -76,13 +77,13 @@ class Grid:
             places = np.arange((len(start) - 1) * (len(known) + 1))
             last = np.searchsorted(parents * (len(known) + 1) + rank + 1, places, "right") - 1
             last = np.maximum(last, start[places // (len(known) + 1)])
-            levels.append(Level(keys, start, known, last))
+            levels.append(Level(keys, start, Axis(known), last))
             parent = np.cumsum(fresh) - 1
         return tuple(levels)
 
     def interior(self, leaves: F64, query: Coords, sol: Sol, sqrt_axis: int | None) -> F64:
         """What values of ``leaves`` are at each query, NaN where it lies outside. See ``Surface.at``."""
-        ends = ((c, level.known) for c, level in zip(query, self.levels, strict=True))
+        ends = ((c, level.known.knots) for c, level in zip(query, self.levels, strict=True))
         spanned = np.logical_and.reduce([(known[0] <= c) & (c <= known[-1]) for c, known in ends])
         if not spanned.all():
             found = np.full(len(spanned), np.nan)
@@ -128,7 +129,7 @@ class _Step(NamedTuple):
 
 def descend(level: Level, nodes: Ints, c: F64) -> _Step:
     """From each of ``nodes`` to its children around ``c``."""
-    low: Ints = level.last.take(nodes * (len(level.known) + 1) + level.known.searchsorted(c, "right"))
+    low: Ints = level.last.take(nodes * (len(level.known.knots) + 1) + level.known.rank(c))
     below = level.keys[low]
     exact = below == c
     inside = exact | ((below < c) & (low < level.start[nodes + 1] - 1))
