@@ -86,20 +86,15 @@ class Grid:
         ends = ((c, level.known.knots) for c, level in zip(query, self.levels, strict=True))
         spanned = np.logical_and.reduce([(known[0] <= c) & (c <= known[-1]) for c, known in ends])
         if not spanned.all():
-            found = np.full(len(spanned), np.nan)
-            if spanned.any():
-                found[spanned] = self.interior(leaves, tuple(c[spanned] for c in query), sol, sqrt_axis)
-            return found
+            return self._interior_of(spanned, leaves, query, sol, sqrt_axis)
         nodes = np.zeros((1, len(query[0])), np.int64)
         steps = []
         for level, c in zip(self.levels, query, strict=True):
             if level is self.levels[-1] and len(c) > FEW:
                 low, high = level.keys[level.start[nodes]], level.keys[level.start[nodes + 1] - 1]
-                reached = ((low <= c) & (c <= high)).any(axis=0)
+                reached = np.logical_or.reduce((low <= c) & (c <= high))
                 if not reached.all():
-                    found = np.full(len(c), np.nan)
-                    found[reached] = self.interior(leaves, tuple(c[reached] for c in query), sol, sqrt_axis)
-                    return found
+                    return self._interior_of(reached, leaves, query, sol, sqrt_axis)
             step = descend(level, nodes, c)
             steps.append(step)
             nodes = step.low if step.all_exact else np.concatenate([step.low, step.high])
@@ -114,6 +109,13 @@ class Grid:
             ms = np.where(step.inside, ms, np.nan)
         inside: F64 = ms[0]
         return inside
+
+    def _interior_of(self, some: Mask, leaves: F64, query: Coords, sol: Sol, sqrt_axis: int | None) -> F64:
+        """``interior`` of ``some`` queries (N,); NaN for the others."""
+        found = np.full(len(some), np.nan)
+        if some.any():
+            found[some] = self.interior(leaves, tuple(c[some] for c in query), sol, sqrt_axis)
+        return found
 
 
 class _Step(NamedTuple):
