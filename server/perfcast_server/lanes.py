@@ -18,8 +18,9 @@ from perfcast_server.metrics import Metrics
 from perfcast_server.settings import Settings
 
 T = TypeVar("T")
-# times --max-wait-s: planners ask of all their engines at once, loaded is once, and learned for long
-PATIENCE = {"steps": 1, "work": 1, "questions": 10, "loads": 10, "states": 10}
+# times --max-wait-s that work may wait, and the most threads, 0 for as many as there are: planners ask of all their
+# engines at once, an engine is loaded but once, and what is learned is kept, one change after another
+LANES = {"steps": (1, 0), "work": (1, 0), "questions": (10, 0), "loads": (10, 0), "states": (10, 1)}
 CALM_S = 0.25  # without a refusal, and an overload is over
 FIRST_GUESS_S = 0.005  # per unit of cost, until the first work is done
 FORGET = 0.1  # weight of the newest measurement in the mean
@@ -139,11 +140,12 @@ class Lanes:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         threads = settings.threads or max(2, os.cpu_count() or 2)
-        self.steps, self.work, self.questions, self.loads, self.states = (
-            Lane(name, 1 if name == "states" else threads, patience * settings.max_wait_s, metrics)
-            for name, patience in PATIENCE.items()
+        self._all = tuple(
+            Lane(name, most or threads, patience * settings.max_wait_s, metrics)
+            for name, (patience, most) in LANES.items()
         )
+        self.steps, self.work, self.questions, self.loads, self.states = self._all
 
     def close(self) -> None:
-        for lane in (self.steps, self.work, self.questions, self.loads, self.states):
+        for lane in self._all:
             lane.close()
